@@ -1,0 +1,439 @@
+"""Typed recipes: one file each for model, task, method and cluster, merged, overridden, validated when loaded.
+
+    treeopsd train model=tiny task=factbook method=treeopsd cluster=cpu  objective.radius=0.3 seed=2
+                   └────────── four YAML files of launch/recipes ─────┘  └── any key of the Recipe ──┘
+
+A recipe file holds any sections of `Recipe`; later groups win over earlier ones (model, task, method, cluster), and
+command-line overrides win over files. Unknown keys and values raise `RecipeError`, which names the key, the place it
+came from and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+GROUPS = ("model", "task", "method", "cluster")
+DEFAULTS = {"model": "tiny", "task": "factbook", "method": "treeopsd", "cluster": "cpu"}
+RECIPES = Path(__file__).resolve().parents[1] / "launch" / "recipes"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message says which key, why, and what to do."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+# --------------------------------------------------------------------------------------------------- model and task
+class Model(Section):
+    """Where the policy comes from. Its shape is read from the checkpoint's own `config.json`."""
+
+    checkpoint: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: bool = Field(False, description="recompute activations layer by layer in the backward pass")
+
+
+class Retrieval(Section):
+    """The search tool behind `<search>`."""
+
+    name: Literal["bm25"] = "bm25"
+    top_k: int = Field(2, ge=1, le=100, description="passages returned for one query")
+    k1: float = Field(1.2, gt=0)
+    b: float = Field(0.75, ge=0, le=1)
+
+
+class Task(Section):
+    """Questions, the environment they are answered in, and the budgets of one trajectory."""
+
+    name: str
+    data: Path = Field(description="folder with passages.jsonl, train.jsonl, dev.jsonl and test.jsonl")
+    environment: Literal["search"] = "search"
+    retrieval: Retrieval = Retrieval()
+    max_turns: int = Field(5, ge=1, description="assistant turns of one trajectory")
+    max_turn_tokens: int = Field(24, ge=1, description="sampled tokens of one turn")
+    max_context_tokens: int = Field(320, ge=8, description="tokens of one trajectory, prompt and observations included")
+    max_observation_tokens: int = Field(64, ge=1, description="tokens of one observation; longer ones are cut")
+    hop_weights: dict[int, float] | None = Field(
+        None, description="share of each number of hops among training questions; None: as they come"
+    )
+
+
+class Reward(Section):
+    name: Literal["exact_match", "f1"] = "exact_match"
+
+
+# ------------------------------------------------------------------------------------------------------------ method
+class Chains(Section):
+    """Independent full trajectories (the rollouts of GRPO and its relatives)."""
+
+    name: Literal["chains"]
+    chains: int = Field(8, ge=1)
+    merge_siblings: bool = Field(False, description="merge identical turns; off, so that each chain is one sequence")
+
+    @property
+    def leaves(self) -> int:
+        return self.chains
+
+
+class InitializeThenExpand(Section):
+    """A few full trajectories, then forks from their intermediate turns (ALGORITHMS.md §1.1)."""
+
+    name: Literal["initialize_then_expand"]
+    trunks: int = Field(4, ge=1)
+    forks: int = Field(2, ge=0, description="forks of each trunk")
+    fork_fallback: Literal["root", "none"] = Field("root", description="where a one-turn trunk is forked")
+    merge_siblings: bool = True
+
+    @property
+    def leaves(self) -> int:
+        return self.trunks * (1 + self.forks)
+
+
+class Demonstrations(Section):
+    """Scripted trajectories instead of sampled ones: supervised learning on the same rails."""
+
+    name: Literal["demonstrations"]
+    noise: float = Field(1.0, ge=0, le=1, description="how often the scripted agent may err")
+    correct_hop: float = Field(0.42, ge=0, le=1, description="probability of a well-formed query when it may err")
+    retry: float = Field(0.5, ge=0, le=1, description="probability of noticing a failed hop and trying again")
+    early_stop: float = Field(0.08, ge=0, le=1, description="probability of answering before the last hop")
+    symbol_shuffle: float = Field(0.5, ge=0, le=1, description="share of demonstrations with permuted content words")
+    curriculum: float = Field(
+        0.3, ge=0, le=0.5, description="share of the run each for clean 1-hop and clean 1/2-hop demonstrations"
+    )
+
+    @property
+    def leaves(self) -> int:
+        return 1
+
+
+Expansion = Annotated[Chains | InitializeThenExpand | Demonstrations, Field(discriminator="name")]
+
+
+class Outcome(Section):
+    """One number per trajectory, given to each of its turns (ALGORITHMS.md §3)."""
+
+    name: Literal["outcome"]
+    baseline: Literal["mean_std", "mean", "leave_one_out", "none"] = Field(
+        "mean_std", description="GRPO, Dr. GRPO, RLOO; none: the reward itself"
+    )
+
+
+class TreeBackup(Section):
+    """Leaf advantages backed up along the tree (ALGORITHMS.md §1.2)."""
+
+    name: Literal["tree_backup"]
+    backup: Literal["likelihood", "uniform", "surprisal", "leaves"] = "likelihood"
+    mode: Literal["pointwise", "listwise"] = "pointwise"
+
+
+Credit = Annotated[Outcome | TreeBackup, Field(discriminator="name")]
+
+
+class BernoulliKL(Section):
+    """TreeOPSD: forward KL from a bounded Bernoulli target to the turn ratio (ALGORITHMS.md §1.3)."""
+
+    name: Literal["bernoulli_kl"]
+    teacher: Literal["affine_prob", "affine_odds", "logistic"] = "affine_prob"
+    ratio: Literal["sum", "mean", "sqrt"] = "sum"
+    radius: float = Field(0.1, gt=0, lt=0.5, description="delta: largest distance of the target from 1/2")
+    kappa: Literal["sqrt_leaves", "max"] | Annotated[float, Field(gt=0)] = Field(
+        "sqrt_leaves",
+        description="credit that reaches the full radius: sqrt(leaves-1), the question's largest, a number",
+    )
+    one_sided: Literal["none", "negative", "both"] = Field(
+        "none", description="deviation from the method: no reversal for turns of negative credit, or for all"
+    )
+    mixture_weight: bool = Field(False, description="weight (2+ru)/2 of affine_odds, which makes the gradient exact")
+    scale: Literal["policy_gradient", "one"] = Field(
+        "policy_gradient", description="policy_gradient: kappa/delta, so that the first step equals TreePO's"
+    )
+    max_log_ratio: float = Field(5.0, gt=0, description="turns with a larger |log ratio| are dropped and counted")
+
+    @model_validator(mode="after")
+    def _odds_stay_positive(self) -> BernoulliKL:
+        if self.teacher == "affine_odds" and self.radius >= 0.25:
+            raise ValueError("radius must be below 0.25 with teacher=affine_odds: the target ratio 1 + 4*radius*u "
+                             "must stay positive")  # fmt: skip
+        if self.mixture_weight and self.teacher != "affine_odds":
+            raise ValueError("mixture_weight=true belongs to teacher=affine_odds only")
+        return self
+
+
+class Clipped(Section):
+    """Clipped policy gradient: PPO, GRPO, GSPO, DAPO, TreePO (ALGORITHMS.md §2 and §3)."""
+
+    name: Literal["clipped"]
+    ratio: Literal["token", "turn", "turn_sum", "sequence"] = Field(
+        "token", description="turn: geometric mean of the turn; turn_sum: its product; sequence: GSPO"
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    clip: bool = Field(True, description="false: unclipped policy gradient with the same ratio")
+    dual_clip: float | None = Field(None, gt=1, description="bound on the loss of negative credit, usually 3")
+
+
+class Likelihood(Section):
+    """Negative log-likelihood of the sampled tokens (supervised learning)."""
+
+    name: Literal["likelihood"]
+
+
+Objective = Annotated[BernoulliKL | Clipped | Likelihood, Field(discriminator="name")]
+
+
+class Update(Section):
+    """How one rollout batch becomes optimizer steps."""
+
+    questions_per_step: int = Field(16, ge=1)
+    epochs: int = Field(2, ge=1)
+    mini_batches: int = Field(2, ge=1, description="optimizer steps an epoch; each turn is trained once an epoch")
+    aggregation: Literal["turn_mean", "token_mean", "sequence_mean"] = "turn_mean"
+    turn_weight: Literal["multiplicity", "leaves", "one"] = Field(
+        "multiplicity", description="omega of ALGORITHMS.md §1.3: draws of the turn, leaves below it, or one"
+    )
+    drop_zero_variance: bool = Field(True, description="leave out questions whose leaves all got the same reward")
+
+
+class Optimizer(Section):
+    lr: float = Field(3e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps")
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, gt=0)
+    muon_lr: float | None = Field(None, gt=0, description="train q, k, v and o projections with Muon at this rate")
+
+
+class Rollout(Section):
+    temperature: float = Field(1.0, gt=0)
+
+
+# ----------------------------------------------------------------------------------------------------------- cluster
+class Engine(Section):
+    name: Literal["embedded"] = "embedded"
+    max_batch: int = Field(192, ge=1, description="requests decoded together")
+    cache_tokens: int = Field(262_144, ge=256, description="capacity of the prefix cache")
+
+
+class Layout(Section):
+    """Parallel layout of training."""
+
+    tp: int = Field(1, ge=1, description="tensor parallel; sequence parallel is on whenever it is above 1")
+    pp: int = Field(1, ge=1, description="pipeline parallel")
+    ep: int = Field(1, ge=1, description="expert parallel")
+    etp: int = Field(1, ge=1, description="tensor parallel inside an expert")
+    distributed_optimizer: bool = False
+    spec: Literal["auto", "local", "transformer_engine"] = "auto"
+    threads: int = Field(1, ge=1, description="CPU threads of one process")
+    timeout_seconds: float = Field(600, gt=0, description="longest wait in one collective before the run is ended")
+
+
+class Packing(Section):
+    micro_batch_tokens: int = Field(8192, ge=16, description="unique tokens of one micro-batch")
+
+
+class Checkpointing(Section):
+    every_steps: int = Field(0, ge=0, description="0: only at the end")
+    keep: int = Field(2, ge=1)
+
+
+class Evaluation(Section):
+    every_steps: int = Field(0, ge=0, description="0: only before and after training")
+    split: Literal["dev", "test"] = "test"
+    questions: int = Field(256, ge=0)
+    sampled_repeats: int = Field(1, ge=0, description="sampled passes beside the greedy one")
+
+
+class Logging(Section):
+    trees_every_steps: int = Field(10, ge=0, description="steps between saved rollout trees; 0: only the last step")
+    report: bool = True
+
+
+# ------------------------------------------------------------------------------------------------------------ recipe
+class Recipe(Section):
+    """Everything a run needs. `run` is the folder it writes to."""
+
+    name: str = "run"
+    seed: int = Field(1, ge=0)
+    run: Path = Path("runs/run")
+    resume: bool = Field(False, description="continue the run folder from its last checkpoint")
+    steps: int | None = Field(None, ge=0, description="rollout batches; None: until the budget is spent")
+    budget: float | None = Field(None, gt=0, description="training wall clock in seconds, evaluation not counted")
+    model: Model
+    task: Task
+    reward: Reward = Reward()
+    expansion: Expansion
+    credit: Credit
+    objective: Objective
+    update: Update = Update()
+    optimizer: Optimizer = Optimizer()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    layout: Layout = Layout()
+    packing: Packing = Packing()
+    checkpoint: Checkpointing = Checkpointing()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _ends(self) -> Recipe:
+        if self.steps is None and self.budget is None:
+            raise ValueError("a run needs an end: set steps=N or budget=SECONDS")
+        if self.update.mini_batches > self.update.questions_per_step:
+            raise ValueError(
+                f"update.mini_batches={self.update.mini_batches} is more than "
+                f"update.questions_per_step={self.update.questions_per_step}: some mini-batches would be empty"
+            )
+        return self
+
+
+def load_recipe(arguments: Sequence[str] = (), *, folder: Path = RECIPES) -> Recipe:
+    """Build a `Recipe` from `key=value` words.
+
+    `model=`, `task=`, `method=` and `cluster=` name a file of their group in `folder` (or a path to a YAML file);
+    every other key is a dotted path into `Recipe`, its value read as YAML. Raises `RecipeError`.
+    """
+    choices = dict(DEFAULTS)
+    overrides: dict[str, Any] = {}
+    for word in arguments:
+        key, separator, text = word.partition("=")
+        if not separator or not key:
+            raise RecipeError(f"{word!r} is not of the form key=value")
+        if key in GROUPS:
+            choices[key] = text
+        else:
+            overrides[key] = _yaml_value(key, text)
+    values: dict[str, Any] = {"name": f"{choices['task']}-{choices['method']}"}
+    for group in GROUPS:
+        _merge(values, _read_group(folder, group, choices[group]))
+    for key, value in overrides.items():
+        _set(values, key, value)
+    return build_recipe(values)
+
+
+def build_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Validate a nested mapping (as `load_recipe` merges it, or as a run folder's `recipe.yaml` holds it)."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(item) for item in error.errors())) from None
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the resolved recipe as YAML; `read_recipe` reads it back equal."""
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+
+
+def read_recipe(path: Path) -> Recipe:
+    return build_recipe(_read_yaml(path))
+
+
+def _read_group(folder: Path, group: str, choice: str) -> dict[str, Any]:
+    path = Path(choice) if choice.endswith((".yaml", ".yml")) else folder / group / f"{choice}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in (folder / group).glob("*.yaml"))
+        hint = difflib.get_close_matches(choice, known, n=1)
+        raise RecipeError(
+            f"{group}={choice}: there is no recipe {path}"
+            + (f"; did you mean {group}={hint[0]}?" if hint else "")
+            + f" Known: {', '.join(known)}."
+        )
+    return _read_yaml(path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: a recipe file must hold a mapping of sections")
+    return values
+
+
+def _yaml_value(key: str, text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{key}={text}: the value is not valid YAML: {error}") from None
+    if isinstance(value, str):  # YAML 1.1 reads 3e-4 as a string
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def _merge(base: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Merge `new` into `base`. A section that changes its `name` is another strategy and replaces the old one."""
+    for key, value in new.items():
+        old = base.get(key)
+        if (
+            isinstance(old, dict)
+            and isinstance(value, Mapping)
+            and value.get("name", old.get("name")) == old.get("name")
+        ):
+            _merge(old, value)
+        else:
+            base[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise RecipeError(f"{key}: {parent} is a value, not a section")
+    values[last] = value
+
+
+def _explain(item: Any) -> str:
+    """One validation error in plain words: key, what is wrong, what is allowed."""
+    location = [str(part) for part in item["loc"] if not str(part).startswith("function-")]
+    parts = [part for i, part in enumerate(location) if not (i == 1 and part in _TAGS and location[0] in _TAGGED)]
+    key = ".".join(parts) or "recipe"
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        allowed = sorted(_fields_at(location[:-1]))
+        hint = difflib.get_close_matches(location[-1], allowed, n=1)
+        return (f"{key}: unknown key" + (f", did you mean {hint[0]}?" if hint else ".")
+                + f" Allowed here: {', '.join(allowed)}.")  # fmt: skip
+    if kind == "missing":
+        return f"{key}: missing; set it in a recipe file or as {key}=VALUE"
+    if kind == "union_tag_invalid":
+        return f"{key}.name: {item['ctx']['tag']!r} is unknown; allowed: {item['ctx']['expected_tags']}"
+    if kind == "union_tag_not_found":
+        return f"{key}.name: missing; it says which {key} to use"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" + (f" (got {item['input']!r})" if not isinstance(item["input"], (dict, Section)) else "")
+
+
+_TAGGED = ("expansion", "credit", "objective")
+_VARIANTS: tuple[type[Section], ...] = (
+    Chains, InitializeThenExpand, Demonstrations, Outcome, TreeBackup, BernoulliKL, Clipped, Likelihood,
+)  # fmt: skip
+_TAGS = {variant.model_fields["name"].annotation.__args__[0]: variant for variant in _VARIANTS}  # type: ignore[union-attr]
+
+
+def _fields_at(location: Sequence[str]) -> Iterator[str]:
+    section: Any = Recipe
+    for part in location:
+        section = _TAGS[part] if part in _TAGS else section.model_fields[part].annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            section = Section
+    yield from section.model_fields

@@ -1,0 +1,97 @@
+"""The contract between rollout and whoever samples tokens. Only token ids cross it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EngineError(RuntimeError):
+    """The engine could not do what was asked; the message says what and which request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one turn is sampled.
+
+    Attributes:
+        max_new_tokens: limit of sampled tokens, stop token included.
+        stop_ids: token ids that end the turn; the stop token is part of the turn.
+        temperature: softmax temperature; 0 is greedy. Log-probabilities are reported at this temperature
+            (greedy: at temperature 1).
+    """
+
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one request returned: sampled ids, their log-probs in nats, how it ended, and what the cache saved."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length", "abort"]
+    cached_tokens: int
+    version: int
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Tokens since the last `reset`. prompt = cached + computed."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    requests: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(slots=True)
+class Engine(ABC):
+    """Samples turns for one weight version at a time.
+
+    One request is one sample with its own seed: its result depends on prompt, seed and weights only, never on what
+    else is in the batch.
+    """
+
+    version: int = -1
+    counters: EngineCounters = field(default_factory=EngineCounters)
+
+    @abstractmethod
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+        """Sample one turn behind `prompt_ids`. Requests of one `session` (tree) may share a cached prefix."""
+
+    @abstractmethod
+    async def score(self, prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, session: str) -> list[float]:
+        """Log-probabilities (nats, temperature 1) of `continuation_ids` behind `prefix_ids`, nothing sampled."""
+
+    @abstractmethod
+    def publish(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take new weights under Hugging Face names, all or nothing, and forget every cached prefix.
+
+        Raises `EngineError` naming the tensors if a name is unknown, missing, or of the wrong shape; the old weights
+        then stay in use.
+        """
+
+    @abstractmethod
+    def release(self, session: str) -> None:
+        """The tree `session` is finished: its cache may go."""
+
+    def sleep(self) -> None:
+        """Free device memory while training runs. Nothing to free on a CPU."""
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+
+    def close(self) -> None:
+        """Stop and free everything."""
