@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -61,7 +62,12 @@ Report = dict[str, Tensor]
 
 
 class Objective(ABC):
-    """A pure function of tensors: current log-probs and a turn table to a loss."""
+    """A pure function of tensors: current log-probs and a turn table to a loss.
+
+    `uses_behaviour` says whether `TurnTable.behaviour` is looked at; if not, it need not be computed.
+    """
+
+    uses_behaviour: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, turns: TurnTable) -> tuple[Tensor, Report]:

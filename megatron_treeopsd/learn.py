@@ -1,0 +1,140 @@
+"""The update phase: from trees and credits to optimizer steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_treeopsd.batch.pack import TrainedTree, pack
+from megatron_treeopsd.batch.packed import PackedTrees
+from megatron_treeopsd.batch.pieces import Piece, cut, share_out
+from megatron_treeopsd.batch.weights import loss_weights
+from megatron_treeopsd.config import Recipe
+from megatron_treeopsd.objective.base import Objective, Report
+from megatron_treeopsd.questions import stable_seed
+from megatron_treeopsd.tree import RolloutTree
+
+if TYPE_CHECKING:
+    from megatron_treeopsd.backend.policy import Policy
+
+Gather = Callable[[object], list]
+"""Gathers one object from every rank (see `backend.parallel.all_gather_objects`)."""
+
+
+class Learner:
+    """Packs trees, lets the policy score and update on them, and reports what happened."""
+
+    def __init__(self, recipe: Recipe, *, policy: Policy, objective: Objective, gather: Gather) -> None:
+        self._recipe = recipe
+        self._policy = policy
+        self._objective = objective
+        self._gather = gather
+        self._dtype = torch.float32
+
+    def behaviour(self, trees: Sequence[RolloutTree]) -> list[list[np.ndarray]]:
+        """log pi_b of every sampled token, recomputed by the trainer at the version that sampled it.
+
+        For each tree and turn float32 [L_v]. With these the ratio is one at the first mini-batch, and the difference
+        to the engine's numbers is a measurement, not an error of the gradient.
+        """
+        blank = [TrainedTree(tree, np.zeros(len(tree.turns)), _zeros(tree)) for tree in trees]
+        if not self._objective.uses_behaviour:
+            return [list(item.behaviour) for item in blank]
+        micro_batches = self._pack(blank, [np.zeros(len(tree.turns)) for tree in trees])
+        scored = self._policy.log_probs(micro_batches)
+        out = [list(item.behaviour) for item in blank]
+        for part in self._gather(
+            [_by_turn(batch, values) for batch, values in zip(micro_batches, scored, strict=True)]
+        ):
+            for turns in part:
+                for (tree, turn), values in turns.items():
+                    out[tree][turn] = values
+        return out
+
+    def update(
+        self, trees: Sequence[RolloutTree], credits: Sequence[np.ndarray], behaviour: Sequence[Sequence[np.ndarray]], *,
+        step: int,
+    ) -> dict[str, float]:  # fmt: skip
+        """Epochs of mini-batches, one optimizer step each. Returns the metrics of the step, means over mini-batches.
+
+        Questions whose leaves all got the same reward are left out first where the recipe says so. Without anything
+        to train no optimizer step is taken.
+        """
+        update = self._recipe.update
+        chosen = [
+            TrainedTree(tree, credit, logprobs)
+            for tree, credit, logprobs in zip(trees, credits, behaviour, strict=True)
+            if tree.sampled_count and not (update.drop_zero_variance and np.ptp(tree.leaf_rewards()) == 0)
+        ]
+        metrics: list[dict[str, float]] = []
+        for epoch in range(update.epochs):
+            order = list(range(len(chosen)))
+            random.Random(stable_seed("mini-batches", self._recipe.seed, step, epoch)).shuffle(order)
+            for part in np.array_split(np.array(order, dtype=np.int64), update.mini_batches):
+                if len(part):
+                    metrics.append(self._mini_batch([chosen[i] for i in part]))
+        return {
+            "train/trained_tokens": float(sum(item.tree.sampled_count for item in chosen)),
+            "train/unique_tokens": float(sum(item.tree.token_count for item in chosen)),
+            "train/optimizer_steps": float(len(metrics)),
+            **_means(metrics),
+        }
+
+    def _mini_batch(self, trees: Sequence[TrainedTree]) -> dict[str, float]:
+        weights = loss_weights([item.tree for item in trees], self._recipe.update)
+        result = self._policy.update(self._pack(trees, weights), self._objective)
+        reports = [report for part in self._gather(result.reports) for report in part]
+        return {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+            **self._objective.summarise(_concatenate(reports)),
+        }
+
+    def _pack(self, trees: Sequence[TrainedTree], weights: Sequence[np.ndarray]) -> list[PackedTrees]:
+        """This data-parallel rank's micro-batches."""
+        budget = self._recipe.packing.micro_batch_tokens
+        pieces = [piece for index, item in enumerate(trees) for piece in cut(item.tree, index, budget)]
+        parallel = self._policy.parallel
+        mine: list[list[Piece]] = share_out(pieces, ranks=parallel.dp_size, budget=budget)[parallel.dp_rank]
+        return [pack(part, trees, weights, dtype=self._dtype) for part in mine]
+
+
+def mismatch(trees: Sequence[RolloutTree], behaviour: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, in nats a token and as a ratio a turn."""
+    tokens = [np.empty(0)]
+    turns = [0.0]
+    for tree, logprobs in zip(trees, behaviour, strict=True):
+        for turn, values in zip(tree.turns, logprobs, strict=True):
+            difference = np.asarray(turn.sampled_logprobs) - values
+            tokens.append(np.abs(difference))
+            turns.append(abs(float(np.expm1(difference.sum()))))
+    every = np.concatenate(tokens)
+    return {
+        "mismatch/logprob_abs_mean": float(every.mean()) if every.size else 0.0,
+        "mismatch/logprob_abs_max": float(every.max()) if every.size else 0.0,
+        "mismatch/turn_ratio_error_max": max(turns),
+    }
+
+
+def _zeros(tree: RolloutTree) -> list[np.ndarray]:
+    return [np.zeros(len(turn.sampled_ids), dtype=np.float32) for turn in tree.turns]
+
+
+def _by_turn(batch: PackedTrees, values: torch.Tensor) -> dict[tuple[int, int], np.ndarray]:
+    parts = values.split(batch.turns.lengths.tolist()) if batch.origin else ()
+    return {origin: part.numpy() for origin, part in zip(batch.origin, parts, strict=True)}
+
+
+def _concatenate(reports: Sequence[Report]) -> Report:
+    names = sorted({name for report in reports for name in report})
+    return {name: torch.cat([report[name].cpu() for report in reports if name in report]) for name in names}
+
+
+def _means(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for values in metrics for name in values})
+    return {name: float(np.mean([values[name] for values in metrics if name in values])) for name in names}
