@@ -1,0 +1,58 @@
+"""Random rollout trees for tests, grown the way expansions grow them: trunks first, then forks of their turns."""
+
+from __future__ import annotations
+
+import random
+
+from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn
+
+
+def random_tree(
+    seed: int, *, trunks: int = 3, forks: int = 2, max_turns: int = 5, max_length: int = 6, vocabulary: int = 50
+) -> RolloutTree:
+    """A tree with merged siblings (small vocabulary), turns of different lengths and 0/1 rewards."""
+    rng = random.Random(seed)
+
+    def tokens(least: int) -> list[int]:
+        return [rng.randrange(1, vocabulary) for _ in range(rng.randint(least, max_length))]
+
+    tree = RolloutTree(Question(f"q{seed}", "text", ("answer",)), tokens(1))
+    depth_of = {ROOT: 0}
+
+    def play(node: int, chain: int) -> int:
+        while True:
+            depth = depth_of[node] + 1
+            terminal = depth == max_turns or rng.random() < 0.25
+            sampled = tokens(1)
+            children = [i for i, turn in enumerate(tree.turns) if turn.parent == node and not turn.terminal]
+            if children and rng.random() < 0.15:  # draw an existing sibling once more
+                twin = tree.turns[rng.choice(children)]
+                sampled, observation, terminal = twin.sampled_ids, twin.observation_ids, False
+            else:
+                observation = [] if terminal else tokens(1)
+            turn = Turn(
+                node,
+                list(sampled),
+                [-rng.random() for _ in sampled],
+                list(observation),
+                terminal=terminal,
+                reward=float(rng.random() < 0.4) if terminal else None,
+                chain=chain,
+            )
+            try:
+                node = tree.add(turn)
+            except ValueError:  # the same tokens by chance, answered differently: draw again
+                continue
+            depth_of[node] = depth
+            if tree.turns[node].terminal:
+                return node
+
+    ends = [play(ROOT, chain) for chain in range(trunks)]
+    chain = trunks
+    for end in ends:
+        inner = tree.path(end)[:-1]
+        for _ in range(forks):
+            play(rng.choice(inner) if inner else ROOT, chain)
+            chain += 1
+    tree.check()
+    return tree
