@@ -22,8 +22,8 @@ set on the command line:
   treeopsd train method=grpo update.epochs=1 steps=50     another method, one key changed, 50 rollout batches
   treeopsd train method=grpo steps=50 --dry-run           print the resolved recipe and plan; start nothing
   treeopsd train ... resume=true                          continue a run folder from its last checkpoint
-  treeopsd show runs/factbook-treeopsd                    print a sampled tree with credits and targets
-  treeopsd report runs/factbook-treeopsd                  write report.html again
+  treeopsd show runs/factbook-treeopsd-1                  print a sampled tree with credits and targets
+  treeopsd report runs/factbook-treeopsd-1                write report.html again
 
 Several processes: ./launch/local.sh 2 train layout.tp=2 ... (torchrun on this machine).
 """

@@ -267,9 +267,9 @@ class Logging(Section):
 class Recipe(Section):
     """Everything a run needs. `run` is the folder it writes to."""
 
-    name: str = "run"
+    method: str = Field("custom", description="name of the method's recipe; only reported, never acted on")
     seed: int = Field(1, ge=0)
-    run: Path = Path("runs/run")
+    run: Path = Field(Path("runs/run"), description="run folder; by default runs/TASK-METHOD-SEED")
     resume: bool = Field(False, description="continue the run folder from its last checkpoint")
     steps: int | None = Field(None, ge=0, description="rollout batches; None: until the budget is spent")
     budget: float | None = Field(None, gt=0, description="training wall clock in seconds, evaluation not counted")
@@ -293,6 +293,8 @@ class Recipe(Section):
     def _ends(self) -> Recipe:
         if self.steps is None and self.budget is None:
             raise ValueError("a run needs an end: set steps=N or budget=SECONDS")
+        if self.steps is None and self.optimizer.schedule != "constant":
+            raise ValueError(f"optimizer.schedule={self.optimizer.schedule} needs to know its end: set steps=N")
         if self.update.mini_batches > self.update.questions_per_step:
             raise ValueError(
                 f"update.mini_batches={self.update.mini_batches} is more than "
@@ -317,11 +319,14 @@ def load_recipe(arguments: Sequence[str] = (), *, folder: Path = RECIPES) -> Rec
             choices[key] = text
         else:
             overrides[key] = _yaml_value(key, text)
-    values: dict[str, Any] = {"name": f"{choices['task']}-{choices['method']}"}
+    values: dict[str, Any] = {"method": Path(choices["method"]).stem}
     for group in GROUPS:
         _merge(values, _read_group(folder, group, choices[group]))
     for key, value in overrides.items():
         _set(values, key, value)
+    if "run" not in values:
+        task, seed = Path(choices["task"]).stem, values.get("seed", Recipe.model_fields["seed"].default)
+        values["run"] = f"runs/{task}-{values['method']}-{seed}"
     return build_recipe(values)
 
 
