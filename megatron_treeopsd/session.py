@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_treeopsd import backend, credit, engine, environment, objective, reward
+from megatron_treeopsd import credit, engine, environment, objective, reward
 from megatron_treeopsd.backend import checkpoint, failure, parallel
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.collect import Collector, Share
