@@ -51,7 +51,8 @@ class TurnTable:
     @property
     def turn_of_token(self) -> Tensor:
         """int64 [E]: index of the turn that each trained token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.turn_count, device=self.offsets.device), self.lengths)
+        index = torch.arange(self.turn_count, device=self.offsets.device)
+        return torch.repeat_interleave(index, self.lengths, output_size=self.behaviour.numel())
 
     def to(self, device: torch.device) -> TurnTable:
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
