@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 GROUPS = ("model", "task", "method", "cluster")
 DEFAULTS = {"model": "tiny", "task": "factbook", "method": "treeopsd", "cluster": "cpu"}
@@ -335,7 +336,7 @@ def build_recipe(values: Mapping[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(item) for item in error.errors())) from None
+        raise RecipeError("\n".join(dict.fromkeys(_explain(item) for item in error.errors()))) from None
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
@@ -414,7 +415,7 @@ def _explain(item: Any) -> str:
     key = ".".join(parts) or "recipe"
     kind = item["type"]
     if kind == "extra_forbidden":
-        allowed = sorted(_fields_at(location[:-1]))
+        allowed = sorted(_annotation_at(location[:-1]).model_fields)
         hint = difflib.get_close_matches(location[-1], allowed, n=1)
         return (f"{key}: unknown key" + (f", did you mean {hint[0]}?" if hint else ".")
                 + f" Allowed here: {', '.join(allowed)}.")  # fmt: skip
@@ -424,6 +425,14 @@ def _explain(item: Any) -> str:
         return f"{key}.name: {item['ctx']['tag']!r} is unknown; allowed: {item['ctx']['expected_tags']}"
     if kind == "union_tag_not_found":
         return f"{key}.name: missing; it says which {key} to use"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key}: is a section, set its keys as {key}.KEY=VALUE (got {item['input']!r})"
+    *inside, last = location or [""]
+    if last == "[key]":
+        return f"{'.'.join(parts[:-2])}: {item['msg']} as a key (got {item['input']!r})"
+    choices = get_args(_annotation_at(inside)) if get_origin(_annotation_at(inside)) in (Union, UnionType) else ()
+    if last not in _TAGS and choices and NoneType not in choices:  # one error a choice, its name put behind the key
+        return f"{'.'.join(parts[:-1])}: {item['input']!r} is none of: {', '.join(map(_choice, choices))}"
     message = item["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" + (f" (got {item['input']!r})" if not isinstance(item["input"], (dict, Section)) else "")
 
@@ -435,10 +444,23 @@ _VARIANTS: tuple[type[Section], ...] = (
 _TAGS = {variant.model_fields["name"].annotation.__args__[0]: variant for variant in _VARIANTS}  # type: ignore[union-attr]
 
 
-def _fields_at(location: Sequence[str]) -> Iterator[str]:
-    section: Any = Recipe
+def _annotation_at(location: Sequence[str]) -> Any:
+    """The type that `Recipe` declares at `location`, or None where that is inside a plain value."""
+    found: Any = Recipe
     for part in location:
-        section = _TAGS[part] if part in _TAGS else section.model_fields[part].annotation
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            section = Section
-    yield from section.model_fields
+        if part in _TAGS:
+            found = _TAGS[part]
+        elif isinstance(found, type) and issubclass(found, BaseModel) and part in found.model_fields:
+            found = found.model_fields[part].annotation
+        else:
+            return None
+    return found
+
+
+def _choice(annotation: Any) -> str:
+    """One member of a union in words: its literals, or its type and bounds."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(repr, get_args(annotation)))
+    schema = TypeAdapter(annotation).json_schema()
+    words = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "below", "maximum": "up to"}
+    return " ".join([f"a {schema['type']}", *(f"{words[key]} {schema[key]:g}" for key in words if key in schema)])
