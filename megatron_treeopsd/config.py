@@ -30,9 +30,9 @@ class RecipeError(ValueError):
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys."""
+    """Base of all sections: immutable, no unknown keys, every number finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 # --------------------------------------------------------------------------------------------------- model and task
@@ -319,12 +319,11 @@ def load_recipe(arguments: Sequence[str] = (), *, folder: Path = RECIPES) -> Rec
         if key in GROUPS:
             choices[key] = text
         else:
-            overrides[key] = _yaml_value(key, text)
+            _set(overrides, key, _yaml_value(key, text))
     values: dict[str, Any] = {"method": Path(choices["method"]).stem}
     for group in GROUPS:
         _merge(values, _read_group(folder, group, choices[group]))
-    for key, value in overrides.items():
-        _set(values, key, value)
+    _merge(values, overrides)
     if "run" not in values:
         task, seed = Path(choices["task"]).stem, values.get("seed", Recipe.model_fields["seed"].default)
         values["run"] = f"runs/{task}-{values['method']}-{seed}"
