@@ -1,0 +1,239 @@
+"""Tree attention: every chain's queries attend to the whole path in front of them, no token is computed twice.
+
+    q, k, v [T, heads, dim] ─► rotate by depth ─► gather the keys of every chain's path ─► attention, bottom-right
+    causal, chain by chain ─► rows [T, heads * dim]
+
+Exact, not an approximation: a key that several chains share receives the sum of their gradients (PERFORMANCE.md §B).
+No T x T mask exists; masks are as large as the gathered queries times their own path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_treeopsd.batch.packed import PackedTrees
+
+MASK_ELEMENTS = 1 << 22
+"""A chain whose mask would be larger is cut into consecutive pieces of queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainGroup:
+    """`chains` chains of similar lengths, padded to one shape and attended in one call.
+
+    Attributes:
+        chains, queries, keys: shape of the group after padding.
+        mask: bool [chains, 1, queries, keys], True where a query sees a key; None if plain causal.
+    """
+
+    chains: int
+    queries: int
+    keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Which rows attend to which, in the form that the padded kernel wants; one for all layers of a micro-batch.
+
+    Attributes:
+        query_rows: int64 [sum of chains*queries], row of every padded query, group after group.
+        key_rows: int64 [sum of chains*keys], row of every padded key.
+        places: int64 [T], where each row's output stands among the padded queries.
+        groups: the calls to make.
+    """
+
+    query_rows: Tensor
+    key_rows: Tensor
+    places: Tensor
+    groups: tuple[ChainGroup, ...]
+
+
+def plan_attention(packed: PackedTrees) -> AttentionPlan:
+    """Group chains of similar lengths, so that a few calls do all of them with little padding.
+
+    Padded queries are copies of a row, padded keys copies of row 0; masks hide the latter from real queries, and the
+    outputs of the former are never read.
+    """
+    buckets: dict[tuple[int, int, bool], list[tuple[int, int, Tensor]]] = defaultdict(list)
+    query_offsets, key_offsets = packed.query_offsets.tolist(), packed.key_offsets.tolist()
+    for chain in range(len(query_offsets) - 1):
+        first_row, queries = query_offsets[chain], query_offsets[chain + 1] - query_offsets[chain]
+        path = packed.key_rows[key_offsets[chain] : key_offsets[chain + 1]]
+        prefix = path.numel() - queries
+        piece = queries if prefix == 0 else max(1, MASK_ELEMENTS // path.numel())
+        for start in range(0, queries, piece):
+            stop = min(start + piece, queries)
+            keys = path[: prefix + stop]
+            buckets[(-(-(stop - start) // 16), -(-keys.numel() // 32), prefix == 0)].append(
+                (first_row + start, stop - start, keys)
+            )
+
+    device = packed.ids.device
+    query_rows, key_rows, groups = [], [], []
+    places = torch.empty_like(packed.ids)
+    offset = 0
+    for (_, _, causal), members in buckets.items():
+        starts, lengths, paths = (list(column) for column in zip(*members, strict=True))
+        queries, keys = max(lengths), max(path.numel() for path in paths)
+        first = torch.tensor(starts, device=device)[:, None]
+        length = torch.tensor(lengths, device=device)[:, None]
+        query = torch.arange(queries, device=device)
+        rows = first + torch.minimum(query, length - 1)
+        real = query < length
+        places[rows[real]] = offset + torch.arange(rows.numel(), device=device).view_as(rows)[real]
+        padded_paths = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
+        mask = None
+        if not causal:
+            prefix = torch.tensor([path.numel() for path in paths], device=device)[:, None] - length
+            mask = torch.arange(keys, device=device) <= (prefix + query)[..., None]
+            mask = mask[:, None]
+        query_rows.append(rows.flatten())
+        key_rows.append(padded_paths.flatten())
+        groups.append(ChainGroup(len(members), queries, keys, mask))
+        offset += rows.numel()
+    return AttentionPlan(torch.cat(query_rows), torch.cat(key_rows), places, tuple(groups))
+
+
+def padded_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Tree attention by torch's `scaled_dot_product_attention`, on any device.
+
+    query [T, heads, dim], key and value [T, groups, dim], rotated; returns [T, heads * dim].
+    """
+    rows, heads, width = query.shape
+    queries = GatherRows.apply(query, plan.query_rows)
+    keys = GatherRows.apply(key, plan.key_rows)
+    values = GatherRows.apply(value, plan.key_rows)
+    query_sizes = [group.chains * group.queries for group in plan.groups]
+    key_sizes = [group.chains * group.keys for group in plan.groups]
+    outputs = []
+    for group, q, k, v in zip(
+        plan.groups, queries.split(query_sizes), keys.split(key_sizes), values.split(key_sizes), strict=True
+    ):
+        attended = F.scaled_dot_product_attention(
+            q.view(group.chains, group.queries, heads, width).transpose(1, 2),
+            k.view(group.chains, group.keys, -1, width).transpose(1, 2),
+            v.view(group.chains, group.keys, -1, width).transpose(1, 2),
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            scale=scale,
+            enable_gqa=key.shape[1] != heads,
+        )
+        outputs.append(attended.transpose(1, 2).reshape(-1, heads * width))
+    return GatherRows.apply(torch.cat(outputs), plan.places)
+
+
+class GatherRows(torch.autograd.Function):
+    """`source.index_select(0, rows)` whose gradient is summed in at least float32: rows may be read many times."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = source.shape
+        return source.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        total.index_add_(0, rows, grad.to(total.dtype))
+        return total.to(grad.dtype), None
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding of [T, heads, dim] by cos and sin [T, 1, dim / 2]; the gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, 1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    left, right = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=sign)
+    torch.mul(second, cos, out=right).addcmul_(first, sin, value=-sign)
+    return out
+
+
+def rotary_table(positions: Tensor, *, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, dim / 2] of every row's rotation; angles are computed in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2, device=positions.device).to(wide) / dim)
+    angles = positions.to(wide)[:, None, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@dataclass
+class TreeSequence(PackedSeqParams):
+    """What Megatron's layers hand through to `TreeAttention`: one flat sequence of rows, and who attends to whom."""
+
+    plan: Any = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """A way to compute tree attention: `plan` once per micro-batch, `attend` once per layer.
+
+    The seam for kernels of other devices. A varlen kernel (bottom-right causal, as FlashAttention has it) needs
+    cumulative query and key lengths and `GatherRows` of keys and values, no padding.
+    """
+
+    plan: Callable[[PackedTrees], Any]
+    attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
+
+
+PADDED = AttentionKernel(plan_attention, padded_attention)
+
+
+class TreeAttention(torch.nn.Module):
+    """Megatron core attention over a `TreeSequence`. Rotary embedding included: Megatron's own counts rows, not depth.
+
+    Megatron builds it by keyword; arguments it has no use for are accepted and ignored.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        kernel: AttentionKernel = PADDED,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: TreeSequence,
+        **_: Any,
+    ) -> Tensor:
+        """query [T, heads, dim], key and value [T, groups, dim]; returns [T, heads * dim]."""
+        query = Rotate.apply(query, packed_seq_params.cos, packed_seq_params.sin)
+        key = Rotate.apply(key, packed_seq_params.cos, packed_seq_params.sin)
+        return self.kernel.attend(query, key, value, packed_seq_params.plan, self.scale)
