@@ -257,11 +257,14 @@ def load_trees(path: Path) -> list[RolloutTree]:
             ids = iter(file.get_tensor("ids").tolist())
             logprobs = iter(file.get_tensor("logprobs").tolist())
             records = json.loads(metadata["trees"])
+        trees = [_tree_from_record(record, ids, logprobs) for record in records]
+        if [*ids, *logprobs]:
+            raise TreeError(f"{path}: damaged: it holds more tokens than its header accounts for")
     except TreeError:
         raise
     except Exception as error:  # safetensors raises its own type without a common base
         raise TreeError(f"{path}: cannot be read as a tree file: {error}") from error
-    return [_tree_from_record(record, ids, logprobs) for record in records]
+    return trees
 
 
 def _tree_from_record(record: dict[str, Any], ids: Iterator[int], logprobs: Iterator[float]) -> RolloutTree:
@@ -277,4 +280,7 @@ def _tree_from_record(record: dict[str, Any], ids: Iterator[int], logprobs: Iter
 
 
 def _take(source: Iterator[Any], count: int) -> list[Any]:
-    return list(islice(source, count))
+    out = list(islice(source, count))
+    if len(out) != count:
+        raise ValueError("it holds fewer tokens than its header accounts for")
+    return out

@@ -147,7 +147,7 @@ def test_recipes_cannot_be_changed_after_they_were_checked() -> None:
         recipe().seed = 3  # type: ignore[misc]
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("word", "says"),
     [
@@ -198,7 +198,7 @@ def test_rules_across_keys() -> None:
     assert "objective: radius must be below 0.25" in error_of(*words, "objective.radius=0.3")
     assert recipe(*words, "objective.radius=0.2").objective.radius == 0.2
     assert "mixture_weight" in error_of("method=treeopsd", "objective.mixture_weight=true")
-    with pytest.raises(RecipeError, match="optimizer.schedule=cosine needs to know its end"):
+    with pytest.raises(RecipeError, match=r"optimizer\.schedule=cosine needs to know its end"):
         load_recipe(["budget=10", "optimizer.schedule=cosine"])
 
 
