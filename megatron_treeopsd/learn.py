@@ -34,6 +34,16 @@ class Learner:
         self._objective = objective
         self._gather = gather
         self._dtype = torch.float32
+        self._notes: dict[str, list[np.ndarray]] = {}
+        self._credits: Sequence[np.ndarray] = ()
+
+    def notes(self) -> dict[str, list[np.ndarray]]:
+        """What the last update knew of each turn: `credit`, `log_ratio` after it, and `target` where there is one.
+
+        One array [n_turns] a tree, nan where a turn was not trained.
+        """
+        targets = [1 / (1 + np.exp(-values)) for values in self._notes["target_log_ratio"]]
+        return {"credit": list(self._credits), "log_ratio": self._notes["log_ratio"], "target": targets}
 
     def behaviour(self, trees: Sequence[RolloutTree]) -> list[list[np.ndarray]]:
         """log pi_b of every sampled token, recomputed by the trainer at the version that sampled it.
@@ -65,35 +75,60 @@ class Learner:
         to train no optimizer step is taken.
         """
         update = self._recipe.update
+        self._notes = {
+            name: [np.full(len(t.turns), np.nan) for t in trees] for name in ("log_ratio", "target_log_ratio")
+        }
+        self._credits = credits
+        items = [TrainedTree(*parts) for parts in zip(trees, credits, behaviour, strict=True)]
         chosen = [
-            TrainedTree(tree, credit, logprobs)
-            for tree, credit, logprobs in zip(trees, credits, behaviour, strict=True)
+            index
+            for index, tree in enumerate(trees)
             if tree.sampled_count and not (update.drop_zero_variance and np.ptp(tree.leaf_rewards()) == 0)
         ]
         metrics: list[dict[str, float]] = []
         for epoch in range(update.epochs):
-            order = list(range(len(chosen)))
+            order = list(chosen)
             random.Random(stable_seed("mini-batches", self._recipe.seed, step, epoch)).shuffle(order)
             for part in np.array_split(np.array(order, dtype=np.int64), update.mini_batches):
                 if len(part):
-                    metrics.append(self._mini_batch([chosen[i] for i in part]))
+                    metrics.append(self._mini_batch([items[i] for i in part], part.tolist()))
         return {
-            "train/trained_tokens": float(sum(item.tree.sampled_count for item in chosen)),
-            "train/unique_tokens": float(sum(item.tree.token_count for item in chosen)),
+            "train/trained_tokens": float(sum(trees[i].sampled_count for i in chosen)),
+            "train/unique_tokens": float(sum(trees[i].token_count for i in chosen)),
             "train/optimizer_steps": float(len(metrics)),
             **_means(metrics),
         }
 
-    def _mini_batch(self, trees: Sequence[TrainedTree]) -> dict[str, float]:
+    def _mini_batch(self, trees: Sequence[TrainedTree], positions: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on `trees`, which stand at `positions` in the step's list."""
         weights = loss_weights([item.tree for item in trees], self._recipe.update)
-        result = self._policy.update(self._pack(trees, weights), self._objective)
-        reports = [report for part in self._gather(result.reports) for report in part]
+        micro_batches = self._pack(trees, weights)
+        result = self._policy.update(micro_batches, self._objective)
+        # ranks that computed the same numbers as another one have no reports
+        mine = [(m.origin, m.turns.lengths, r) for m, r in zip(micro_batches, result.reports, strict=False)]
+        reported = [item for part in self._gather(mine) for item in part]
+        for origin, lengths, report in reported:
+            self._note(origin, lengths, report, positions)
+        reports = [report for _, _, report in reported]
         return {
             "train/loss": result.loss,
             "train/grad_norm": result.grad_norm,
             "train/lr": result.lr,
             **self._objective.summarise(_concatenate(reports)),
         }
+
+    def _note(
+        self, origin: Sequence[tuple[int, int]], lengths: torch.Tensor, report: Report, positions: Sequence[int]
+    ) -> None:
+        """Keep each turn's ratio and target as of its latest mini-batch."""
+        for name in ("log_ratio", "target_log_ratio"):
+            values = report.get(name)
+            if values is None:
+                continue
+            if values.numel() != len(origin):  # one value a token: their sum is the turn's
+                values = torch.stack([part.sum() for part in values.split(lengths.tolist())])
+            for (tree, turn), value in zip(origin, values.tolist(), strict=True):
+                self._notes[name][positions[tree]][turn] = value
 
     def _pack(self, trees: Sequence[TrainedTree], weights: Sequence[np.ndarray]) -> list[PackedTrees]:
         """This data-parallel rank's micro-batches."""

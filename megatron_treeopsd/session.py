@@ -21,6 +21,7 @@ from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.learn import Learner, mismatch
 from megatron_treeopsd.observe.journal import Journal
 from megatron_treeopsd.observe.spans import Spans
+from megatron_treeopsd.observe.turn_notes import TurnNotes
 from megatron_treeopsd.questions import QuestionSource, stable_seed
 from megatron_treeopsd.tokenizer import load_tokenizer
 from megatron_treeopsd.tree import Question, RolloutTree
@@ -85,7 +86,7 @@ class Session:
         self._version = 0
         if recipe.resume:
             self._resume()
-        self.journal.start(self._first_step, parameters=self.policy.parameter_count, decode=tokenizer.decode)
+        self.journal.start(self._first_step, parameters=self.policy.parameter_count)
         if self.collector.training.needs_engine:
             self.publish(version=self._version)
 
@@ -186,7 +187,7 @@ class Session:
             training_seconds=self.spans.training_seconds,
             total_seconds=self.spans.total_seconds,
         )
-        self.journal.trees(step, trees, credits, self.learner.notes)
+        self.journal.trees(step, trees, TurnNotes.from_arrays(**self.learner.notes()))
         checkpointing, evaluation = self.recipe.checkpoint, self.recipe.evaluation
         if checkpointing.every_steps and (step + 1) % checkpointing.every_steps == 0:
             self._save()

@@ -96,7 +96,7 @@ class Journal:
         )
         if self._recipe.logging.report:
             write_report(self._folder.root)
-        self._console.finish(summary)
+        self._console.finish(summary, self._folder)
         return self._folder.summary
 
     def __enter__(self) -> Journal:
