@@ -51,6 +51,7 @@ class Retrieval(Section):
     top_k: int = Field(2, ge=1, le=100, description="passages returned for one query")
     k1: float = Field(1.2, gt=0)
     b: float = Field(0.75, ge=0, le=1)
+    title_weight: int = Field(1, ge=1, description="how often the words of a title count, those of the text once")
 
 
 class Task(Section):
