@@ -32,7 +32,8 @@ def turn_log_ratio(token_log_ratios: Tensor, turns: TurnTable, ratio: Ratio) -> 
     total = turn_sums(token_log_ratios, turns)
     if ratio == "sum":
         return total
-    return total / (turns.lengths if ratio == "mean" else turns.lengths.sqrt())
+    lengths = turns.lengths.to(total.dtype)
+    return total / (lengths if ratio == "mean" else lengths.sqrt())
 
 
 def normalised_credit(credit: Tensor, kappa: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Clipped(Objective):
             "loss": losses.detach(),
             "log_ratio": fixed,
             "wrong_direction": (fixed * credit < 0).to(fixed.dtype),
-            "clipped": ((fixed < lower) | (fixed > upper)).to(fixed.dtype),
+            "clipped": (((fixed < lower) | (fixed > upper)) & (credit != 0)).to(fixed.dtype),
             "kl_behaviour": k3(tokens.detach()),
         }
         return losses.sum(), report
