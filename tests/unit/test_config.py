@@ -76,7 +76,7 @@ def test_overrides_win_over_files_and_types_follow_the_schema() -> None:
     assert isinstance(loaded.expansion, InitializeThenExpand)
     assert (loaded.expansion.trunks, loaded.model.dtype, loaded.run) == (7, "bfloat16", Path("runs/x"))
     assert (loaded.budget, loaded.seed, loaded.method) == (30.0, 4, "treeopsd")
-    assert loaded.expansion.forks == recipe("method=treeopsd").expansion.forks, "the rest of the section must stay"
+    assert loaded.expansion.forks == 2, "the rest of the section must stay"
 
 
 def test_the_last_of_two_equal_words_wins() -> None:
@@ -113,7 +113,9 @@ def test_the_same_strategy_on_the_command_line_keeps_its_keys() -> None:
 def test_yaml_1_1_reads_exponents_without_a_point_as_text_but_recipes_do_not() -> None:
     assert yaml.safe_load("3e-4") == "3e-4", "the trap is gone: the special case in config.py can go too"
     assert recipe("optimizer.lr=3e-4").optimizer.lr == 3e-4
-    assert recipe("method=treeopsd", "objective.kappa=2e0").objective.kappa == 2.0
+    objective = recipe("method=treeopsd", "objective.kappa=2e0").objective
+    assert isinstance(objective, BernoulliKL)
+    assert objective.kappa == 2.0
 
 
 def test_exponents_in_recipe_files(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_every_mistake_is_reported_at_once() -> None:
 def test_rules_across_keys() -> None:
     words = ("method=treeopsd", "objective.teacher=affine_odds")
     assert "objective: radius must be below 0.25" in error_of(*words, "objective.radius=0.3")
-    assert recipe(*words, "objective.radius=0.2").objective.radius == 0.2
+    recipe(*words, "objective.radius=0.2")
     assert "mixture_weight" in error_of("method=treeopsd", "objective.mixture_weight=true")
     with pytest.raises(RecipeError, match=r"optimizer\.schedule=cosine needs to know its end"):
         load_recipe(["budget=10", "optimizer.schedule=cosine"])
