@@ -319,7 +319,7 @@ OURS = f"from {PACKAGE}"
             id="through the package of what is imported",
         ),
         (backend_reaches_rollout, {"backend/step.py": f"{OURS}.engine.base import Engine", "engine/base.py": ""}),
-        (backend_reaches_rollout, {"backend/a.py": "from .. import b", "b.py": f"{OURS} import episode", "episode.py": ""}),
+        (backend_reaches_rollout, {"backend/a.py": f"{OURS} import b", "b.py": f"import {PACKAGE}.episode"}),
         (objective_imports_more_than_torch, {"objective/a.py": "import numpy as np"}),
         (objective_imports_more_than_torch, {"objective/a.py": "import torch.distributed"}),
         (objective_imports_more_than_torch, {"objective/a.py": f"{OURS}.batch.packed import PackedTrees"}),
