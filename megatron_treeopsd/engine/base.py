@@ -55,6 +55,10 @@ class EngineCounters:
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
 
+    def reset(self) -> None:
+        """Start counting at zero."""
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.requests = 0
+
 
 @dataclass(slots=True)
 class Engine(ABC):
