@@ -1,0 +1,47 @@
+"""Which architectures there is a name map for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_treeopsd.weights import qwen3, qwen3_moe
+from megatron_treeopsd.weights.rules import Weight, WeightsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES = {"qwen3": qwen3, "qwen3_moe": qwen3_moe}
+"""`model_type` of a Hugging Face configuration -> its module of rules."""
+
+
+def weights_of(hf_config: PreTrainedConfig) -> list[Weight]:
+    """The whole name map of a model, in the order of a forward pass.
+
+    Raises `WeightsError` for an architecture without a map.
+    """
+    check_architecture(hf_config.model_type, hf_config.architectures, "the given configuration")
+    return list(FAMILIES[hf_config.model_type].weights(hf_config))
+
+
+def check_folder(folder: Path, hf_config: PreTrainedConfig) -> None:
+    """Raise `WeightsError` unless `folder` holds the architecture that `hf_config` describes."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise WeightsError(f"{folder}: no config.json, so this is not a Hugging Face checkpoint folder")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise WeightsError(f"{path}: not valid JSON: {error}") from None
+    check_architecture(values.get("model_type"), values.get("architectures"), str(path))
+    if values["model_type"] != hf_config.model_type:
+        raise WeightsError(f"{path}: model_type {values['model_type']!r}, but the model is a {hf_config.model_type!r}")
+
+
+def check_architecture(model_type: str | None, architectures: list[str] | None, where: str) -> None:
+    family = FAMILIES.get(model_type or "")
+    if family is None or (architectures and family.ARCHITECTURE not in architectures):
+        found = ", ".join(architectures or []) or f"model_type {model_type!r}"
+        known = ", ".join(sorted(module.ARCHITECTURE for module in FAMILIES.values()))
+        raise WeightsError(f"{where}: architecture {found} is not supported. Supported: {known}.")
