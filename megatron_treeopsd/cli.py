@@ -137,18 +137,18 @@ def _task_recipe(words: Sequence[str]) -> Recipe:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megatron_treeopsd.environment.factbook import prepare
+    from megatron_treeopsd.environment.factbook.prepare import prepare
 
     task = _task_recipe(arguments.recipe).task
     if task.data.exists() and not arguments.force:
         print(f"data: {task.data} (exists; --force makes it again)")
         return
-    prepare(task, task.data)
+    print(prepare(task, task.data))
     print(f"data: {task.data}")
 
 
 def _create_policy(arguments: argparse.Namespace) -> None:
-    from megatron_treeopsd.environment.factbook import create_policy
+    from megatron_treeopsd.environment.factbook.prepare import create_policy
 
     if arguments.destination.exists():
         raise RecipeError(f"{arguments.destination} exists; choose another folder or remove it")
