@@ -1,7 +1,7 @@
 """Questions and passages on disk: one JSON object a line.
 
-    train.jsonl, dev.jsonl, test.jsonl   {"id", "question", "answers": [...], "metadata": {...}}
-    passages.jsonl                       {"id", "contents"}, contents = '"Title"\\ntext' (the Search-R1 corpus)
+train.jsonl, dev.jsonl, test.jsonl   {"id", "question", "answers": [...], "metadata": {...}}
+passages.jsonl                       {"id", "contents"}, contents = '"Title"\\ntext' (the Search-R1 corpus)
 """
 
 from __future__ import annotations

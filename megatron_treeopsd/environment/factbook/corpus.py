@@ -19,8 +19,13 @@ def build_passages(world: Iterable[Country], *, near_facts: bool) -> list[Passag
     """All passages: facts first, then distractors. With `near_facts`, facts that are easily mistaken for others too."""
     passages = []
     for country in world:
-        facts = country.facts | country.near_facts if near_facts else country.facts
-        passages += [_fact(country.name, field, value) for field, value in facts.items()]
+        passages += [_fact(country.name, field, field, value) for field, value in country.facts.items()]
+        if near_facts:
+            # naming the first keeps this passage longer than the one it competes with, which BM25 then ranks first
+            passages += [
+                _fact(country.name, field, f"{field}, after {country.facts[field.removeprefix('second ')]},", value)
+                for field, value in country.near_facts.items()
+            ]
     for country in world:
         passages += [_section(country.name, heading, text) for heading, text in country.sections.items()]
     return passages
@@ -37,9 +42,11 @@ def read_fact(passage: Passage) -> str | None:
     return match.group(2) if match else None
 
 
-def _fact(country: str, field: str, value: str) -> Passage:
-    return Passage(passage_id(country, field), country, f"The {field} is {value}.")
+def _fact(country: str, field: str, phrase: str, value: str) -> Passage:
+    return Passage(passage_id(country, field), country, f"The {phrase} is {value}.")
 
 
 def _section(country: str, heading: str, text: str) -> Passage:
-    return Passage(f"{country}: {heading} (text)", country, first_words(f"{heading.capitalize()}: {text}", SECTION_WORDS))
+    return Passage(
+        f"{country}: {heading} (text)", country, first_words(f"{heading.capitalize()}: {text}", SECTION_WORDS)
+    )

@@ -130,8 +130,8 @@ def _chains(start: str, facts: Facts, composition: Composition) -> Iterator[Chai
     for opening in starts:
         for relations in composition.enumerate_relations:
             for chain in _extensions(opening, start, facts, relations):
-                yield from (chain + (hop,) for hop in _finals(_end(chain, start), facts))
-    draw = random.Random(f"{SPLIT_SEED} {start}")  # one per country: a new country does not change another's questions
+                yield from ((*chain, hop) for hop in _finals(_end(chain, start), facts))
+    draw = random.Random(f"{SPLIT_SEED} {start}")
     for _ in range(composition.walks):
         drawn = _walk(draw.choice(starts), start, facts, draw.randint(*composition.walk_relations), draw)
         if drawn is not None and len(drawn) >= composition.min_hops:
@@ -143,7 +143,7 @@ def _extensions(chain: Chain, start: str, facts: Facts, relations: int) -> Itera
         yield chain
         return
     for hop in _relations(_end(chain, start), facts):
-        yield from _extensions(chain + (hop,), start, facts, relations - 1)
+        yield from _extensions((*chain, hop), start, facts, relations - 1)
 
 
 def _walk(chain: Chain, start: str, facts: Facts, relations: int, draw: random.Random) -> Chain | None:
@@ -156,7 +156,7 @@ def _walk(chain: Chain, start: str, facts: Facts, relations: int, draw: random.R
         chain += (draw.choice(choices),)
         visited.add(chain[-1].value)
     finals = list(_finals(_end(chain, start), facts))
-    return chain + (draw.choice(finals),) if finals else None
+    return (*chain, draw.choice(finals)) if finals else None
 
 
 def _end(chain: Chain, start: str) -> str:
@@ -166,7 +166,7 @@ def _end(chain: Chain, start: str) -> str:
 def _relations(country: str, facts: Facts) -> Iterator[Hop]:
     for relation in RELATIONS:
         other = facts.value(country, relation)
-        if other in facts.by_country:
+        if other is not None and other in facts.by_country:
             yield Hop("forward", relation, country, other)
 
 

@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from megatron_treeopsd.environment.data import DataError
 from megatron_treeopsd.environment.factbook.fields import FIELDS, NEAR_FIELDS, SECTIONS, Field, clean
 from megatron_treeopsd.environment.factbook.text import plain
 
@@ -67,6 +69,14 @@ class Facts:
                     owners[anchor, facts[anchor].lower()].append(name)
         unique = {key: names[0] for key, names in owners.items() if len(names) == 1 and key[1] != names[0].lower()}
         return cls(by_country, unique)
+
+    @classmethod
+    def load(cls, path: Path) -> Facts:
+        """Read a `facts.json`, {country: {field: value}}. Raises `DataError` if there is none or it is broken."""
+        try:
+            return cls.index(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError) as error:
+            raise DataError(f"{path}: {error}; make the data folder with `treeopsd prepare`") from None
 
     def value(self, country: str, field: str) -> str | None:
         return self.by_country.get(country, {}).get(field)

@@ -49,7 +49,7 @@ class BM25(Retriever):
         self._passages = passages
         documents = [terms(passage.title) * title_weight + terms(passage.text) for passage in passages]
         self._index = bm25s.BM25(k1=k1, b=b)
-        # bm25s counts terms over all documents together and cannot index a collection without any
+        # bm25s cannot index a collection without a single term
         self._index.index([document or [""] for document in documents], show_progress=False)
         self._cached = lru_cache(maxsize=cache_size)(self._search)
 
@@ -62,8 +62,9 @@ class BM25(Retriever):
         if not known or top_k < 1:
             return ()
         scores = self._index.get_scores(known)
-        k = min(top_k, len(scores))
-        threshold = np.partition(scores, -k)[-k]  # the k-th best score: partitions leave ties in no order, so sort them
-        candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
-        best = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
+        hits = np.flatnonzero(scores > 0)
+        if len(hits) > top_k:
+            # every hit as good as the k-th best: a partition alone leaves ties in no order
+            hits = hits[scores[hits] >= np.partition(scores[hits], -top_k)[-top_k]]
+        best = hits[np.argsort(-scores[hits], kind="stable")][:top_k]
         return tuple(replace(self._passages[i], score=float(scores[i])) for i in best)
