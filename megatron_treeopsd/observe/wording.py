@@ -26,7 +26,7 @@ def compact(value: float) -> str:
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit * 0.9995:
             scaled = value / unit
-            return f"{scaled:.1f}{name}" if abs(scaled) < 9.95 else f"{scaled:.0f}{name}"
+            return f"{scaled:.1f}".removesuffix(".0") + name if abs(scaled) < 9.95 else f"{scaled:.0f}{name}"
     if value == int(value) or abs(value) >= 99.5:
         return f"{value:.0f}"
     return f"{value:.1f}"
@@ -51,27 +51,35 @@ def signed(value: float) -> str:
     return "0.00" if text in ("+0.00", "-0.00") else text.replace("-", "−")
 
 
+def counted(count: int, what: str) -> str:
+    """1 step · 2 steps."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
 def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def visible(text: str) -> str:
-    """Foreign text (what a tool or a model wrote) on one line, without anything that steers a terminal or a parser.
+def printable(text: str) -> str:
+    """Foreign text (what a tool or a model wrote) without anything that steers a terminal or breaks a parser.
 
-    New lines become ⏎, other white space a blank; invisible formatting characters go; what else cannot be printed
-    becomes ·.
+    New lines stay, other white space becomes a blank, invisible formatting characters go, and what else cannot be
+    printed becomes ·.
     """
-    return "".join(_visible(character) for character in text).strip()
+    return "".join(_printable(character) for character in text)
 
 
-def _visible(character: str) -> str:
-    if character.isprintable():
+def _printable(character: str) -> str:
+    if character == "\n" or character.isprintable():
         return character
-    if character == "\n":
-        return " ⏎ "
     if character.isspace():
         return " "
     return "" if unicodedata.category(character) == "Cf" else "·"
+
+
+def visible(text: str) -> str:
+    """`printable` text on one line, its new lines shown as ⏎."""
+    return printable(text).strip().replace("\n", " ⏎ ")
 
 
 def shorten(text: str, length: int) -> str:
