@@ -63,7 +63,8 @@ class Journal:
         self._last = None
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
-        if self._console is not None:
+        if self._metrics is not None and self._console is not None:
+            self._metrics.evaluation(entry)
             self._console.evaluation(entry)
 
     def finish(
