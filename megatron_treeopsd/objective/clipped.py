@@ -78,13 +78,13 @@ class Clipped(Objective):
         """The interval of log r outside which a term is constant, for each credit.
 
         min(r C, clip(r) C) is r C cut at 1 + eps_high for C > 0 and at 1 - eps_low for C < 0; the dual clip
-        max(., c C) cuts it at c for C < 0. Without credit nothing may move.
+        max(., c C) cuts it at c for C < 0. Without credit r stays at most 1, so that 0 r is 0 however large r is.
         """
         low, high = (math.log1p(-self.clip_low), math.log1p(self.clip_high)) if self.clip else (-math.inf, math.inf)
         dual = math.inf if self.dual_clip is None else math.log(self.dual_clip)
-        negative, none = credit < 0, credit == 0
-        lower = torch.full_like(credit, -math.inf).masked_fill(negative, low).masked_fill(none, 0.0)
-        upper = torch.full_like(credit, high).masked_fill(negative, dual).masked_fill(none, 0.0)
+        negative = credit < 0
+        lower = torch.full_like(credit, -math.inf).masked_fill(negative, low)
+        upper = torch.full_like(credit, high).masked_fill(negative, dual).masked_fill(credit == 0, 0.0)
         return lower, upper
 
     def _turn_log_ratio(self, tokens: Tensor, turns: TurnTable) -> Tensor:

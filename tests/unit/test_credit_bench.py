@@ -152,6 +152,6 @@ def test_mistakes_are_explained(
     tree.turns[3].sampled_ids = [5]
     tree.turns[3].sampled_logprobs = [-1.0]
     save_trees(run / "trees" / "step_000003.safetensors", [tree])
-    assert "turn 3 is a search but reads 'capital'" in message(str(run), "--step", "3")
+    assert "turn 3 was a search but now reads 'capital'" in message(str(run), "--step", "3")
     (tmp_path / "policy" / "tokenizer.json").unlink()
     assert "tokenizer.json" in message(str(run))

@@ -139,7 +139,7 @@ def test_single_and_double_precision_agree(objective: BernoulliKL) -> None:
 
 def test_summary_by_hand() -> None:
     """Radius 0.2, kappa 1, x* = +-log 1.5 for |C| = 1/2; x chosen as multiples of x*; the last turn has no target."""
-    progress = [0.5, 1.5, -0.5, 0.95, 2.0, 0.0]
+    progress = [0.85, 1.5, -0.5, 0.95, 2.0, 0.0]
     credit = [0.5, 0.5, 0.5, -0.5, -0.5, 0.0]
     targets = [math.copysign(LOG_1_5, c) if c else 0.0 for c in credit]
     x = [share * target for share, target in zip(progress, targets, strict=True)]
@@ -158,7 +158,7 @@ def test_summary_by_hand() -> None:
             "objective/loss": loss.item(),
             "objective/dropped_turns": 0.0,
             "objective/kl_behaviour": sum(math.exp(v) - v - 1 for v in x) / 6,
-            "objective/log_ratio_abs_median": 0.5 * LOG_1_5,  # third of 0, .5, .5, .95, 1.5, 2
+            "objective/log_ratio_abs_median": 0.85 * LOG_1_5,  # third of 0, .5, .85, .95, 1.5, 2
             "objective/log_ratio_abs_p95": 2 * LOG_1_5,
             "objective/progress_median": 0.95,
             "objective/reversed_share": 2 / 5,

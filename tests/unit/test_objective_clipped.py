@@ -102,6 +102,14 @@ def test_cases_by_hand(ratio: float, credit: float, dual: float | None, value: f
     assert got == pytest.approx((value, gradient), rel=1e-12, abs=1e-15)
 
 
+def test_turns_without_credit_have_no_loss_however_far_they_moved() -> None:
+    turns = turn_table([1, 1], [0.0, 0.0], behaviour=torch.tensor([-900.0, 0.0]))
+    for objective in (Clipped(ratio="turn_sum"), Clipped(ratio="turn_sum", clip=False)):
+        loss, gradient = loss_and_gradient(objective, torch.tensor([0.0, -900.0], dtype=torch.float64), turns)
+        assert loss == 0
+        assert gradient.tolist() == [0, 0]
+
+
 def test_without_the_clip_the_ratio_stays() -> None:
     assert one_turn(1.5, 2.0, clip=False) == pytest.approx((-3.0, -3.0), rel=1e-12)
     assert one_turn(9.0, 0.0, clip=False) == (0.0, 0.0)

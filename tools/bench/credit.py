@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ import numpy as np
 
 from megatron_treeopsd.config import RecipeError, read_recipe
 from megatron_treeopsd.credit import Credit, Outcome, TreeBackup
+from megatron_treeopsd.environment.search import parse_action
 from megatron_treeopsd.observe.decoder import Decode, load_decoder
 from megatron_treeopsd.observe.run_folder import RunFolderError, RunPaths
 from megatron_treeopsd.tree import RolloutTree, TreeError, load_trees
@@ -111,13 +111,13 @@ def judge_searches(tree: RolloutTree, decode: Decode) -> Iterator[tuple[int, boo
 
 def _query(tree: RolloutTree, index: int, decode: Decode) -> str:
     text = decode(tree.turns[index].sampled_ids)
-    found = re.findall(r"<search>(.*?)</search>", text, flags=re.DOTALL)
-    if not found:
+    action, query = parse_action(text)
+    if action != "search":
         raise DiagnosticError(
-            f"question {tree.question.id}: turn {index} is a search but reads {text!r}, without <search>…</search>; "
+            f"question {tree.question.id}: turn {index} was a search but now reads {text!r}; "
             "is model.checkpoint of the run's recipe.yaml still the tokenizer of its policy?"
         )
-    return _normalised(found[-1])
+    return _normalised(query)
 
 
 def _normalised(text: str) -> str:
