@@ -161,13 +161,17 @@ class Spans:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue both clocks from `state()` of an earlier process; the current step begins now.
 
-        Paused time of this process so far (its start-up) is kept on top, so that `total_seconds` stays true.
+        Paused time of this process so far (its start-up) is kept on top, so that `total_seconds` stays true. May be
+        called inside `paused()`, which is where a run usually loads its checkpoint.
         """
-        self._check_nothing_open("load")
+        if self._open:
+            raise SpanError(f"load() inside {self._open[0]!r}: close that first")
         self._totals = Counter(state["totals"])
         self._details_total = Counter(state["details"])
         self._excluded = self._excluded + Counter(state["excluded"])
         self._begin_step()
+        if self._paused_since is not None:
+            self._step_start = self._paused_since
 
 
 def _seconds(nanoseconds: Mapping[str, int]) -> dict[str, float]:
