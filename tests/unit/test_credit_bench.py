@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from megatron_treeopsd import config
+from megatron_treeopsd.environment.factbook.questions import Hop
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn, save_trees
 
 pytestmark = pytest.mark.fast
@@ -23,10 +25,17 @@ WORDS = [
     "<unk>", "<search>", "</search>", "<answer>", "</answer>",
     "capital", "mali", "partner", "export", "bamako", "gold",
 ]  # fmt: skip
-CHAIN = [
-    {"kind": "relation", "field": "export partner", "subject": "mali", "value": "china"},
-    {"kind": "value", "field": "capital", "subject": "china", "value": "beijing"},
-]
+CHAIN = (Hop("forward", "export partner", "Mali", "China"), Hop("forward", "capital", "China", "Beijing"))
+
+
+def word_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.normalizer = Lowercase()
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return tokenizer
+
+
+TOKENIZER = word_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +48,6 @@ def bench() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def decode(ids: list[int]) -> str:
-    return " ".join(WORDS[index] for index in ids)
 
 
 def turn(parent: int, text: str, reward: float | None = None, multiplicity: int = 1) -> Turn:
@@ -58,7 +63,7 @@ def two_hop_tree(rewards: tuple[float, float, float] = (1.0, 0.0, 0.0)) -> Rollo
     """A gold search (drawn twice) that leads to a right and a wrong answer; another one that leads to a wrong one."""
     right, wrong, lost = rewards
     return RolloutTree(
-        Question("q3", "text", ("beijing",), {"hops": 2, "chain": CHAIN}),
+        Question("q3", "text", ("beijing",), {"hops": 2, "chain": [list(hop) for hop in CHAIN]}),
         [1],
         [
             turn(ROOT, "<search> export partner mali </search>", multiplicity=2),
@@ -74,9 +79,7 @@ def two_hop_tree(rewards: tuple[float, float, float] = (1.0, 0.0, 0.0)) -> Rollo
 def run(tmp_path: Path) -> Path:
     checkpoint = tmp_path / "policy"
     checkpoint.mkdir()
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    TOKENIZER.save(str(checkpoint / "tokenizer.json"))
     root = tmp_path / "run"
     root.mkdir()
     config.save_recipe(config.load_recipe([f"model.checkpoint={checkpoint}", "steps=1"]), root / "recipe.yaml")
@@ -100,12 +103,12 @@ def test_cohens_d_by_hand(bench: ModuleType) -> None:
 
 
 def test_searches_are_judged_by_the_gold_chain(bench: ModuleType) -> None:
-    assert list(bench.judge_searches(two_hop_tree(), decode)) == [(0, True), (3, False)]
+    assert list(bench.judge_searches(two_hop_tree(), TOKENIZER)) == [(0, True), (3, False)]
 
 
 def test_measures_of_a_known_tree(bench: ModuleType) -> None:
     """Advantages of rewards 1, 0, 0 are sqrt 2 and twice -1/sqrt 2. The gold search has the mean of the first two."""
-    report = bench.measure([two_hop_tree(), two_hop_tree((0.0, 0.0, 0.0))], decode)
+    report = bench.measure([two_hop_tree(), two_hop_tree((0.0, 0.0, 0.0))], TOKENIZER)
     assert list(report) == [2]
     group = report[2]
     assert group.questions == 2

@@ -3,7 +3,7 @@
     python tools/bench/credit.py RUN [RUN ...] [--step N] [--json]
 
 Reads the rollout trees that runs saved (RUN/trees) and computes every credit rule on them anew, whatever the run was
-trained with. A search is *gold* if its query is "FIELD SUBJECT" of one link of the chain behind the question
+trained with. A search is *gold* if its query is the query of one hop of the chain behind the question
 (`metadata["chain"]`, which the Factbook tasks provide). For each number of hops and each rule the table shows how far
 the credits of gold searches lie above those of all other searches:
 
@@ -25,11 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from megatron_treeopsd.config import RecipeError, read_recipe
 from megatron_treeopsd.credit import Credit, Outcome, TreeBackup
+from megatron_treeopsd.environment.factbook.questions import chain_of
 from megatron_treeopsd.environment.search import parse_action
-from megatron_treeopsd.observe.decoder import Decode, load_decoder
 from megatron_treeopsd.observe.run_folder import RunFolderError, RunPaths
 from megatron_treeopsd.tree import RolloutTree, TreeError, load_trees
 
@@ -95,22 +96,24 @@ def separation(gold: np.ndarray, other: np.ndarray) -> Separation:
     )
 
 
-def judge_searches(tree: RolloutTree, decode: Decode) -> Iterator[tuple[int, bool]]:
-    """Index of every search turn of a tree, and whether it is gold. Raises `DiagnosticError` without a gold chain."""
-    chain = tree.question.metadata.get("chain")
-    if not chain:
+def judge_searches(tree: RolloutTree, tokenizer: Tokenizer) -> Iterator[tuple[int, bool]]:
+    """Index of every search turn of a tree, and whether it is gold.
+
+    Raises `DiagnosticError` for a question without a chain, or a search that the tokenizer does not read as one.
+    """
+    if "chain" not in tree.question.metadata:
         raise DiagnosticError(
-            f"question {tree.question.id}: its metadata has no 'chain' of {{field, subject}} to judge searches by; "
+            f"question {tree.question.id}: its metadata has no 'chain' to judge searches by; "
             "only tasks that compose their questions (the Factbook ones) have it"
         )
-    gold = {_normalised(f"{link['field']} {link['subject']}") for link in chain}
+    gold = {_as_sampled(hop.query, tokenizer) for hop in chain_of(tree.question)}
     for index, turn in enumerate(tree.turns):
         if turn.action == "search":
-            yield index, _query(tree, index, decode) in gold
+            yield index, _query(tree, index, tokenizer) in gold
 
 
-def _query(tree: RolloutTree, index: int, decode: Decode) -> str:
-    text = decode(tree.turns[index].sampled_ids)
+def _query(tree: RolloutTree, index: int, tokenizer: Tokenizer) -> str:
+    text = tokenizer.decode(tree.turns[index].sampled_ids, skip_special_tokens=False)
     action, query = parse_action(text)
     if action != "search":
         raise DiagnosticError(
@@ -120,24 +123,32 @@ def _query(tree: RolloutTree, index: int, decode: Decode) -> str:
     return _normalised(query)
 
 
+def _as_sampled(query: str, tokenizer: Tokenizer) -> str:
+    """What is left of `query` when a policy writes it in tokens: a word-level vocabulary knows no case or accents."""
+    ids = tokenizer.encode(query, add_special_tokens=False).ids
+    return _normalised(tokenizer.decode(ids, skip_special_tokens=False))
+
+
 def _normalised(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def measure(trees: Sequence[RolloutTree], decode: Decode, rules: Mapping[str, Credit] = RULES) -> dict[int, HopReport]:
+def measure(
+    trees: Sequence[RolloutTree], tokenizer: Tokenizer, rules: Mapping[str, Credit] = RULES
+) -> dict[int, HopReport]:
     """A report for each number of hops (`metadata["hops"]`, else the length of the chain), fewest first."""
     by_hops: dict[int, list[RolloutTree]] = {}
     for tree in trees:
         hops = tree.question.metadata.get("hops", len(tree.question.metadata.get("chain", ())))
         by_hops.setdefault(int(hops), []).append(tree)
-    return {hops: _measure_group(by_hops[hops], decode, rules) for hops in sorted(by_hops)}
+    return {hops: _measure_group(by_hops[hops], tokenizer, rules) for hops in sorted(by_hops)}
 
 
-def _measure_group(trees: Sequence[RolloutTree], decode: Decode, rules: Mapping[str, Credit]) -> HopReport:
+def _measure_group(trees: Sequence[RolloutTree], tokenizer: Tokenizer, rules: Mapping[str, Credit]) -> HopReport:
     credits: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in rules}
     varied = [tree for tree in trees if np.ptp(tree.leaf_rewards()) > 0]
     for tree in varied:
-        searches = list(judge_searches(tree, decode))
+        searches = list(judge_searches(tree, tokenizer))
         for name, rule in rules.items():
             credit = rule(tree).round(9)  # averages of equal advantages are ties, whatever their last bits
             gold, other = credits[name]
@@ -150,21 +161,21 @@ def _measure_group(trees: Sequence[RolloutTree], decode: Decode, rules: Mapping[
     )
 
 
-def load_run(root: Path, step: int | None) -> tuple[list[RolloutTree], Decode]:
-    """Saved trees of a run (of all its saved steps, or of one) and the decoder of its policy."""
+def load_run(root: Path, step: int | None) -> tuple[list[RolloutTree], Tokenizer]:
+    """Saved trees of a run (of all its saved steps, or of one) and the tokenizer of its policy."""
     run = RunPaths(root)
     run.require()
     saved = run.saved_tree_steps()
     chosen = [number for number in saved if step is None or number == step]
     if not chosen:
         raise RunFolderError(f"{run.trees} holds trees of the steps {saved}; train with logging.trees_every_steps=1")
-    checkpoint = read_recipe(run.recipe).model.checkpoint
-    if not (checkpoint / "tokenizer.json").is_file():
+    file = read_recipe(run.recipe).model.checkpoint / "tokenizer.json"
+    if not file.is_file():
         raise RunFolderError(
-            f"{checkpoint}/tokenizer.json (model.checkpoint of {run.recipe}) is not there; "
+            f"{file} (in model.checkpoint of {run.recipe}) is not there; "
             "run this where that path leads to the checkpoint"
         )
-    return [tree for number in chosen for tree in load_trees(run.tree_file(number))], load_decoder(checkpoint)
+    return [tree for number in chosen for tree in load_trees(run.tree_file(number))], Tokenizer.from_file(str(file))
 
 
 def table(name: str, report: Mapping[int, HopReport]) -> str:
@@ -198,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports: dict[str, dict[int, HopReport]] = {}
     try:
         for root in arguments.run:
-            trees, decode = load_run(root, arguments.step)
-            reports[str(root)] = measure(trees, decode)
+            trees, tokenizer = load_run(root, arguments.step)
+            reports[str(root)] = measure(trees, tokenizer)
             print(table(str(root), reports[str(root)]) + "\n")
     except (DiagnosticError, RecipeError, RunFolderError, TreeError) as error:
         print(f"error: {error}", file=sys.stderr)
