@@ -10,6 +10,6 @@ from megatron_treeopsd.weights.families import weights_of
 from megatron_treeopsd.weights.load import load_pretrained
 from megatron_treeopsd.weights.rules import WeightsError
 from megatron_treeopsd.weights.save import save_pretrained
-from megatron_treeopsd.weights.stream import stream
+from megatron_treeopsd.weights.streaming import stream
 
 __all__ = ["WeightsError", "load_pretrained", "save_pretrained", "stream", "weights_of"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_treeopsd.weights import durable
 from megatron_treeopsd.weights.rules import WeightsError
 from megatron_treeopsd.weights.source import INDEX, SINGLE
-from megatron_treeopsd.weights.stream import Stream, TensorInfo
+from megatron_treeopsd.weights.streaming import Stream, TensorInfo
 from megatron_treeopsd.weights.writer import SafetensorsWriter
 
 if TYPE_CHECKING:

@@ -103,7 +103,7 @@ def _files_of(folder: Path) -> dict[Path, set[str] | None]:
     if (folder / INDEX).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"{folder / INDEX}: not a safetensors index: {error!r}") from None
         promised: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
