@@ -130,7 +130,7 @@ class EmbeddedEngine(Engine):
         self._check_open()
         self._sessions.setdefault(request.session, set())
         loop = asyncio.get_running_loop()
-        if self._scheduler is not None and self._scheduler.get_loop() is not loop:
+        if self._scheduler is not None and not self._scheduler.done() and self._scheduler.get_loop() is not loop:
             self._fail(EngineError("the event loop that the engine was running in has ended"))
             self._scheduler = None
         self._waiting.append(request)

@@ -25,6 +25,9 @@ from transformers import AttentionInterface, PretrainedConfig
 ATTENTION = "treeopsd_rows"
 """Name under which `attend` is registered with transformers."""
 
+ROW_POSITIONS = 256
+"""Length of a row to begin with; rows double when a request needs more."""
+
 
 class KeyValueMemory:
     """Keys, values and final hidden states of the pool and of the rows.
@@ -42,7 +45,7 @@ class KeyValueMemory:
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._limit = config.max_position_embeddings
-        positions = min(256, self._limit)
+        positions = min(ROW_POSITIONS, self._limit)
         # The operating system hands out these pages when they are first touched, so unused capacity costs nothing.
         self.pool = torch.empty(slots, layers, 2, heads, width, dtype=dtype)
         self.pool_hidden = torch.empty(slots, config.hidden_size, dtype=dtype)

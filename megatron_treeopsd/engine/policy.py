@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_treeopsd.engine.base import EngineError
 
@@ -18,9 +18,14 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_policy(checkpoint: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a Hugging Face folder. Raises `EngineError` if it does not hold exactly the weights its config asks for."""
+    """Load a Hugging Face folder.
+
+    Raises `EngineError` if there is none, if it is of another architecture than the engine serves, or if it does not
+    hold exactly the weights that its config asks for.
+    """
     if not (checkpoint / "config.json").is_file():
         raise EngineError(f"{checkpoint}: not a Hugging Face checkpoint folder (there is no config.json in it)")
+    check_family(AutoConfig.from_pretrained(checkpoint))
     model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:

@@ -74,6 +74,11 @@ class PrefixCache:
     def used_tokens(self) -> int:
         return self.capacity - self._free_count
 
+    @property
+    def pins(self) -> int:
+        """Pins held in all; each of them reaches the root."""
+        return self._root.pins
+
     def match(self, ids: Sequence[int]) -> Match:
         """The longest prefix of `ids` that is cached, possibly of length 0."""
         node, _, slots = self._walk(list(ids))
