@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-
 from megatron_treeopsd.config import Recipe, save_recipe
 from megatron_treeopsd.observe.console import Console
 from megatron_treeopsd.observe.metrics import MetricsWriter

@@ -261,14 +261,14 @@ def _trees(run: Run, decode: Decode) -> str:
 
 
 def _tree(tree: RolloutTree, notes: Sequence[TurnNote], decode: Decode) -> str:
-    turns = [_article("prompt", "prompt", "", [f"{len(tree.prompt_ids)} tokens"], decode(tree.prompt_ids), "")]
+    turns = [_article("prompt", "prompt", "", [counted(len(tree.prompt_ids), "token")], decode(tree.prompt_ids), "")]
     for index, (turn, note) in enumerate(zip(tree.turns, notes, strict=True)):
         draws = f" ×{turn.multiplicity}" if turn.multiplicity > 1 else ""
         parent = "the prompt" if turn.parent == ROOT else f"turn {turn.parent}"
         facts = [f"after {parent}", *_facts(note)]
         if turn.sampled_logprobs:
             facts.append(f"mean log-prob {signed(turn.mean_logprob)}")
-        facts.append(f"{len(turn.sampled_ids)} tokens sampled, {len(turn.observation_ids)} observed")
+        facts.append(f"{counted(len(turn.sampled_ids), 'token')} sampled, {len(turn.observation_ids)} observed")
         if turn.reward is not None:
             facts.insert(0, f"{mark(turn.reward)} reward {turn.reward:.3g}")
         title = f"{index} {visible(turn.action) or 'turn'}{draws}"

@@ -22,7 +22,7 @@ from megatron_treeopsd.observe.decoder import Decode
 from megatron_treeopsd.observe.style import standalone
 from megatron_treeopsd.observe.tree_view import mark
 from megatron_treeopsd.observe.turn_notes import NO_NOTE, TurnNote
-from megatron_treeopsd.observe.wording import signed, visible
+from megatron_treeopsd.observe.wording import counted, signed, visible
 from megatron_treeopsd.tree import ROOT, RolloutTree, Turn
 
 BOX, GAP, PAD = 184, 26, 9
@@ -144,7 +144,7 @@ def _prompt_lines(tree: RolloutTree) -> list[tuple[str, str]]:
     return [
         *(("mono", line) for line in _lines(visible(question.text), 5)),
         *(("mono quiet", line) for line in answers),
-        ("quiet", f"{tree.leaf_count} trajectories, {len(tree.turns)} turns"),
+        ("quiet", f"{counted(tree.leaf_count, 'trajectory', 'trajectories')}, {counted(len(tree.turns), 'turn')}"),
     ]
 
 
@@ -234,7 +234,7 @@ def _badge(x: float, y: float, reward: float) -> str:
 
 def _unwrapped(text: str, action: str) -> str:
     """The text of a turn on one line, without the pair of tags around it, which repeats what the turn is."""
-    line = visible(text)
+    line = visible(text[:2000])
     inner = re.fullmatch(r"<(\w+)>(.*)</\1>", line)
     return inner[2].strip() if inner and action in ("", inner[1]) else line
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from megatron_treeopsd.observe.decoder import Decode
 from megatron_treeopsd.observe.turn_notes import NO_NOTE, TurnNote
-from megatron_treeopsd.observe.wording import shorten, signed, visible
+from megatron_treeopsd.observe.wording import counted, shorten, signed, visible
 from megatron_treeopsd.tree import ROOT, RolloutTree, Turn
 
 GOOD, BAD = "bright_blue", "dark_orange"
@@ -53,7 +53,7 @@ def summary_of(tree: RolloutTree) -> str:
     solved = int((rewards >= 1).sum())
     mean = f", mean reward {rewards.mean():.2f}" if len(rewards) else ""
     return (
-        f"{tree.leaf_count} leaves, {solved} solved{mean}, {len(tree.turns)} turns, "
+        f"{counted(tree.leaf_count, 'leaf', 'leaves')}, {solved} solved{mean}, {counted(len(tree.turns), 'turn')}, "
         f"{tree.sampled_count} of {tree.token_count} unique tokens sampled"
     )
 
@@ -133,7 +133,7 @@ class _TreeText:
 
     def _prompt(self, first: str, gap: str) -> None:
         self.out.append(first, style="dim").append("● prompt", style="bold")
-        self.out.append(f"  {len(self.tree.prompt_ids)} tokens\n", style="dim")
+        self.out.append(f"  {counted(len(self.tree.prompt_ids), 'token')}\n", style="dim")
         self._block(gap, self.decode(self.tree.prompt_ids), lines=2, style="dim")
 
     def _turn(self, index: int, first: str, gap: str) -> None:
@@ -159,6 +159,8 @@ class _TreeText:
             self._block(gap, self.decode(turn.observation_ids), lines=1, style="dim", arrow="↳ ")
 
     def _block(self, gap: str, text: str, *, lines: int, style: str = "", arrow: str = "") -> None:
+        if not self.full:
+            text = text[: (lines + 2) * self.width]
         wrapped = self._wrapped(visible(text), self.width - cell_len(gap + arrow))
         shown = wrapped if self.full else wrapped[:lines]
         if len(shown) < len(wrapped):

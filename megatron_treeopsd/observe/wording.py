@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 
@@ -51,9 +52,9 @@ def signed(value: float) -> str:
     return "0.00" if text in ("+0.00", "-0.00") else text.replace("-", "−")
 
 
-def counted(count: int, what: str) -> str:
-    """1 step · 2 steps."""
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def counted(count: int, one: str, many: str = "") -> str:
+    """1 step · 2 steps · 3 leaves."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -66,11 +67,14 @@ def printable(text: str) -> str:
     New lines stay, other white space becomes a blank, invisible formatting characters go, and what else cannot be
     printed becomes ·.
     """
-    return "".join(_printable(character) for character in text)
+    return _UNUSUAL.sub(lambda found: _printable(found[0]), text)
+
+
+_UNUSUAL = re.compile(r"[^\n\x20-\x7e]")
 
 
 def _printable(character: str) -> str:
-    if character == "\n" or character.isprintable():
+    if character.isprintable():
         return character
     if character.isspace():
         return " "

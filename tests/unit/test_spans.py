@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -87,9 +88,9 @@ def test_paused_time_is_known_but_not_trained() -> None:
 def test_a_span_closes_when_its_block_raises() -> None:
     clock = Clock()
     spans = Spans(clock)
-    with pytest.raises(ZeroDivisionError), spans("update"):
+    with contextlib.suppress(ZeroDivisionError), spans("update"):
         clock.wait(1)
-        _ = 1 / 0
+        raise ZeroDivisionError
     with spans("update"):
         clock.wait(1)
     assert spans.finish_step()["update"] == 2
