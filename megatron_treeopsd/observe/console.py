@@ -3,7 +3,7 @@
 On a terminal a progress bar stays below the lines; in a log file there are plain lines only, and each can be read
 alone:
 
-    step   12     38 s   32 %  reward 0.412  exact 0.398  turns 3.12  loss -0.0123  grad 0.430  1.9k tok/s  rollout 58 …
+    step   12     38 s  32 %  reward 0.412   turns 3.12    loss -0.0123  grad 0.430   1.9k tok/s  rollout 58 update 39 %
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ class Console:
     def step(self, step: int, *, training_seconds: float, values: Mapping[str, float]) -> None:
         """One line for the step (counted from 0), from the values that `MetricsWriter.step` gets; the bar moves on."""
         if self._fields is None:
-            self._fields = tuple(field for field in _FIELDS if field[1] in values)
+            same = self._recipe.reward.name == "exact_match"  # then the reward says it already
+            self._fields = tuple(f for f in _FIELDS if f[1] in values and not (same and f[0] == "exact"))
         done = self._share(step, training_seconds)
-        line = Text(f"step {step:>4}  {duration(training_seconds):>11}  ")
+        line = Text(f"step {step:>4}  {training_seconds:>5.0f} s ")
         line.append(f"{100 * done:>3.0f} %", style="dim")
         for label, tag in self._fields:
             line.append(f"  {label} ", style="dim")
@@ -131,7 +132,7 @@ class Console:
         scores = [f"{row.label} {row.shown(row.after)}" for row in compare(None, entry)]
         when = {"before": "before training", "after": "after training"}.get(entry["when"], f"at step {entry['step']}")
         questions = f" on {entry['questions']:.0f} questions" if "questions" in entry else ""
-        self._print(Text.assemble((f"evaluation {when}", "bold"), f"{questions}: {', '.join(scores[:4])}"))
+        self._print(Text.assemble((f"evaluation {when}", "bold"), f"{questions}: {' · '.join(scores[:4])}"))
 
     def finish(self, summary: Mapping[str, Any], run: RunPaths | None = None) -> None:
         """The end of a run from its `summary.json`: where the time went, the table before/after, where to look."""
@@ -181,14 +182,14 @@ class Console:
 
 
 def _span_shares(values: Mapping[str, float]) -> str:
-    """rollout 58 update 39 other 2 %, of the step's time."""
+    """rollout 58 update 39 %, of the step's time; spans below 2 % are left to the summary."""
     names = (tag.removeprefix("span/") for tag in values if tag.startswith("span/"))
     spans = {name: values[f"span/{name}"] for name in names if "/" not in name}
     total = sum(spans.values())
     if not total:
         return ""
     order = sorted(spans, key=lambda name: (name == OTHER, -spans[name]))
-    shown = [f"{name} {100 * spans[name] / total:.0f}" for name in order if spans[name] / total >= 0.005]
+    shown = [f"{name} {100 * spans[name] / total:.0f}" for name in order if spans[name] / total >= 0.02]
     return " ".join(shown) + " %"
 
 
