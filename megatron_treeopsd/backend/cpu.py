@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 MEGATRON_VERSION = "0.19.2"
 
@@ -123,6 +124,9 @@ def _redirect_cuda_functions() -> None:
 
 def _redirect_cuda_devices() -> None:
     """`device="cuda"` and `.cuda()` mean the CPU; pinned memory is ordinary memory."""
+    # `with torch.device(...)` recognises factories by identity, in a set that is built on first use. It has to hold the
+    # originals, which the wrappers call; with the wrappers in it, models "on meta" are built from uninitialised memory.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
