@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from megatron_treeopsd.environment.data import DataError
@@ -59,4 +60,4 @@ def create_policy(folder: Path, *, data: Path, seed: int) -> None:
                 layer.self_attn.q_norm.weight.fill_(QK_NORM)
                 layer.self_attn.k_norm.weight.fill_(QK_NORM)
         model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        shutil.copytree(source, temporary, dirs_exist_ok=True)

@@ -32,6 +32,8 @@ __all__ = ["VARIANTS", "Summary", "create_policy", "prepare", "retrieval_ceiling
 FORMAT = "megatron_treeopsd.factbook/1"
 VOCABULARY = 3520
 """Tokens; a multiple of 64, so that the embedding can be divided among tensor-parallel ranks."""
+CEILING_QUESTIONS = 1000
+"""Test questions on which the ceilings are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,28 @@ def prepare(task: config.Task, folder: Path) -> Summary:
     if task.name not in VARIANTS:
         raise config.RecipeError(f"task.name={task.name}: cannot be prepared; known are {', '.join(VARIANTS)}")
     variant = VARIANTS[task.name]
-    world = load_world()
-    passages = build_passages(world, near_facts=variant.near_facts)
-    questions = build_questions(world, variant.composition, prefix=task.name)
-    words = _vocabulary(world)
-    summary = _summarise(task, world, passages, questions, words)
-
     with written_whole(folder, replaces="dataset.json") as temporary:
+        world = load_world()
+        passages = build_passages(world, near_facts=variant.near_facts)
+        questions = build_questions(world, variant.composition, prefix=task.name)
+        longest_prompt, longest_trajectory = _check_budgets(task, questions)
+        words = _vocabulary(world)
+        chain_ceiling, query_ceiling = retrieval_ceiling(
+            random.Random(0).sample(questions["test"], min(CEILING_QUESTIONS, len(questions["test"]))),
+            retrieval.build(task.retrieval, passages),
+            task.retrieval.top_k,
+        )
+        summary = Summary(
+            name=task.name,
+            countries=len(world),
+            passages=len(passages),
+            vocabulary=len(words),
+            questions={split: _by_hops(items) for split, items in questions.items()},
+            chain_ceiling=chain_ceiling,
+            query_ceiling=query_ceiling,
+            longest_prompt=longest_prompt,
+            longest_trajectory=longest_trajectory,
+        )
         write_rows(temporary / "passages.jsonl", map(passage_row, passages))
         for split, items in questions.items():
             write_rows(temporary / f"{split}.jsonl", map(question_row, items))
@@ -139,44 +156,24 @@ def _contents(passage: Passage) -> str:
     return f"{passage.title} {passage.text}"
 
 
-def _summarise(
-    task: config.Task, world: Sequence[Country], passages: Sequence[Passage],
-    questions: dict[str, list[Question]], words: Sequence[str],
-) -> Summary:  # fmt: skip
-    everything = [question for items in questions.values() for question in items]
-    longest_prompt = 1 + max(len(lower_words(question.text)) for question in everything)
-    behind = task.max_turns * task.max_turn_tokens + (task.max_turns - 1) * task.max_observation_tokens
-    _check_budgets(task, everything, longest_prompt + behind)
-    sample = random.Random(0).sample(questions["test"], min(1000, len(questions["test"])))
-    chain_ceiling, query_ceiling = retrieval_ceiling(
-        sample, retrieval.build(task.retrieval, passages), task.retrieval.top_k
-    )
-    return Summary(
-        name=task.name,
-        countries=len(world),
-        passages=len(passages),
-        vocabulary=len(words),
-        questions={split: _by_hops(items) for split, items in questions.items()},
-        chain_ceiling=chain_ceiling,
-        query_ceiling=query_ceiling,
-        longest_prompt=longest_prompt,
-        longest_trajectory=longest_prompt + behind,
-    )
-
-
 def _by_hops(questions: Iterable[Question]) -> dict[str, int]:
     counts = Counter(question.metadata["hops"] for question in questions)
     return {str(hops): counts[hops] for hops in sorted(counts)}
 
 
-def _check_budgets(task: config.Task, questions: Iterable[Question], longest: int) -> None:
-    hops = max(question.metadata["hops"] for question in questions)
+def _check_budgets(task: config.Task, questions: dict[str, list[Question]]) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest trajectory that the budgets allow; raises if those are short."""
+    everything = [question for items in questions.values() for question in items]
+    hops = max(question.metadata["hops"] for question in everything)
     if task.max_turns <= hops:
         raise config.RecipeError(
             f"task.max_turns={task.max_turns}: questions of {hops} hops need {hops + 1} turns, one for the answer"
         )
+    prompt = 1 + max(len(lower_words(question.text)) for question in everything)
+    longest = prompt + task.max_turns * task.max_turn_tokens + (task.max_turns - 1) * task.max_observation_tokens
     if task.max_context_tokens < longest:
         raise config.RecipeError(
             f"task.max_context_tokens={task.max_context_tokens}: a trajectory can reach {longest} tokens (longest "
             "prompt, max_turns times max_turn_tokens, and max_observation_tokens between them)"
         )
+    return prompt, longest

@@ -81,12 +81,12 @@ def split_countries(names: Sequence[str]) -> dict[str, str]:
 
 def build_questions(world: Sequence[Country], composition: Composition, *, prefix: str) -> dict[str, list[Question]]:
     """Questions of every split in a fixed random order; ids are `prefix-split-number`."""
-    facts = Facts.index({country.name: country.facts for country in world})
+    hops = _Map.draw(Facts.index({country.name: country.facts for country in world}))
     splits = split_countries([country.name for country in world])
     aliases = {(country.name, field): names for country in world for field, names in country.aliases.items()}
     found: dict[str, dict[str, Chain]] = {split: {} for split in SPLITS}
     for country in world:
-        for chain in _chains(country.name, facts, composition):
+        for chain in _chains(country.name, hops, composition):
             split = _split(chain, splits)
             if split and not _trivial(chain):
                 found[split].setdefault(question_text(chain), chain)
@@ -119,62 +119,69 @@ def chain_of(question: Question) -> Chain:
     return tuple(Hop(*hop) for hop in question.metadata["chain"])
 
 
-def _chains(start: str, facts: Facts, composition: Composition) -> Iterator[Chain]:
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The hops that start at each country: to another country, to an answer, and from an anchor to the country."""
+
+    relations: dict[str, list[Hop]]
+    finals: dict[str, list[Hop]]
+    anchors: dict[str, list[Hop]]
+
+    @classmethod
+    def draw(cls, facts: Facts) -> _Map:
+        relations, finals, anchors = {}, {}, {}
+        for name, values in facts.by_country.items():
+            relations[name] = [
+                Hop("forward", field, name, values[field])
+                for field in RELATIONS
+                if field in values and values[field] in facts.by_country
+            ]
+            finals[name] = [Hop("forward", field, name, values[field]) for field in FINALS if field in values]
+            anchors[name] = [
+                Hop("inverse", field, values[field], name)
+                for field in ANCHORS
+                if field in values and facts.country(field, values[field]) == name
+            ]
+        return cls(relations, finals, anchors)
+
+
+def _chains(start: str, hops: _Map, composition: Composition) -> Iterator[Chain]:
     """All chains that start at a country, named by itself or by one of its anchors."""
-    anchored = [
-        (Hop("inverse", anchor, value, start),)
-        for anchor in ANCHORS
-        if (value := facts.value(start, anchor)) and facts.country(anchor, value) == start
-    ]
-    starts: list[Chain] = [(), *anchored]
+    starts: list[Chain] = [(), *((hop,) for hop in hops.anchors[start])]
     for opening in starts:
         for relations in composition.enumerate_relations:
-            for chain in _extensions(opening, start, facts, relations):
-                yield from ((*chain, hop) for hop in _finals(_end(chain, start), facts))
+            for chain in _extensions(opening, start, hops, relations):
+                yield from ((*chain, hop) for hop in hops.finals[_end(chain, start)])
     draw = random.Random(f"{SPLIT_SEED} {start}")
     for _ in range(composition.walks):
-        drawn = _walk(draw.choice(starts), start, facts, draw.randint(*composition.walk_relations), draw)
+        drawn = _walk(draw.choice(starts), start, hops, draw.randint(*composition.walk_relations), draw)
         if drawn is not None and len(drawn) >= composition.min_hops:
             yield drawn
 
 
-def _extensions(chain: Chain, start: str, facts: Facts, relations: int) -> Iterator[Chain]:
+def _extensions(chain: Chain, start: str, hops: _Map, relations: int) -> Iterator[Chain]:
     if relations == 0:
         yield chain
         return
-    for hop in _relations(_end(chain, start), facts):
-        yield from _extensions((*chain, hop), start, facts, relations - 1)
+    for hop in hops.relations[_end(chain, start)]:
+        yield from _extensions((*chain, hop), start, hops, relations - 1)
 
 
-def _walk(chain: Chain, start: str, facts: Facts, relations: int, draw: random.Random) -> Chain | None:
+def _walk(chain: Chain, start: str, hops: _Map, relations: int, draw: random.Random) -> Chain | None:
     """A random chain that visits no country twice; None where the way ends early."""
     visited = {start}
     for _ in range(relations):
-        choices = [hop for hop in _relations(_end(chain, start), facts) if hop.value not in visited]
+        choices = [hop for hop in hops.relations[_end(chain, start)] if hop.value not in visited]
         if not choices:
             return None
         chain += (draw.choice(choices),)
         visited.add(chain[-1].value)
-    finals = list(_finals(_end(chain, start), facts))
+    finals = hops.finals[_end(chain, start)]
     return (*chain, draw.choice(finals)) if finals else None
 
 
 def _end(chain: Chain, start: str) -> str:
     return chain[-1].value if chain else start
-
-
-def _relations(country: str, facts: Facts) -> Iterator[Hop]:
-    for relation in RELATIONS:
-        other = facts.value(country, relation)
-        if other is not None and other in facts.by_country:
-            yield Hop("forward", relation, country, other)
-
-
-def _finals(country: str, facts: Facts) -> Iterator[Hop]:
-    for final in FINALS:
-        value = facts.value(country, final)
-        if value:
-            yield Hop("forward", final, country, value)
 
 
 def _split(chain: Chain, splits: dict[str, str]) -> str | None:

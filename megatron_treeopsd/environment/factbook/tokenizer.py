@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron_treeopsd.environment.factbook.text import WORD, plain, words
+from megatron_treeopsd.environment.factbook.text import WORD, words
 from megatron_treeopsd.environment.factbook.world import Facts
 from megatron_treeopsd.environment.search import CORRECTION, NOTHING_FOUND
 
@@ -46,8 +46,8 @@ def structural_text(facts: Facts) -> str:
 
 
 def lower_words(text: str) -> list[str]:
-    """Words as the tokenizer sees them."""
-    return words(plain(text).lower())
+    """Words of plain text as the tokenizer sees them."""
+    return words(text.lower())
 
 
 def build_tokenizer(vocabulary: list[str]) -> PreTrainedTokenizerFast:
