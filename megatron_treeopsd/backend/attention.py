@@ -110,7 +110,7 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionP
 
     query [T, heads, dim], key and value [T, groups, dim], rotated; returns [T, heads * dim].
     """
-    rows, heads, width = query.shape
+    _, heads, width = query.shape
     queries = GatherRows.apply(query, plan.query_rows)
     keys = GatherRows.apply(key, plan.key_rows)
     values = GatherRows.apply(value, plan.key_rows)
@@ -151,34 +151,35 @@ class GatherRows(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding of [T, heads, dim] by cos and sin [T, 1, dim / 2]; the gradient is the inverse rotation."""
+    """Rotary embedding of [T, heads, dim] by a table of `rotary_table`; the gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, -1)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, 1), None, None
+        return _rotate(grad, cos, sin, -1), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    left, right = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=sign)
-    torch.mul(second, cos, out=right).addcmul_(first, sin, value=-sign)
-    return out
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), -1)
+    return (x * cos).addcmul_(swapped, sin, value=direction)
 
 
 def rotary_table(positions: Tensor, *, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, dim / 2] of every row's rotation; angles are computed in at least float32."""
+    """cos and sin [T, 1, dim] of every row's rotation, for pairs (i, i + dim / 2); sin is negative in the first half.
+
+    Angles are computed in at least float32.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, device=positions.device).to(wide) / dim)
     angles = positions.to(wide)[:, None, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 @dataclass

@@ -27,18 +27,20 @@ def token_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.P
     chunk their probabilities are kept for the backward pass, else each chunk is computed again; the extra memory is
     one chunk either way.
     """
-    return _TokenLogProbs.apply(hidden, weight, labels, group)
+    return _TokenLogProbs.apply(hidden, weight, labels, group, torch.is_grad_enabled())
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None, training: bool
+    ) -> Tensor:
         first = 0 if group is None else group.rank() * weight.shape[0]
         chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(labels.shape, dtype=dtype, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
-        probabilities = None
+        kept = None
         for start in range(0, labels.numel(), chunk):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.t()).to(dtype)
@@ -47,39 +49,39 @@ class _TokenLogProbs(torch.autograd.Function):
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
             mine, column = _columns(labels[rows], first, weight.shape[0])
             at_label = logits.gather(1, column[:, None])[:, 0].masked_fill_(~mine, 0)
-            probabilities = logits.sub_(highest[:, None]).exp_()
-            total = probabilities.sum(-1)
+            exponentials = logits.sub_(highest[:, None]).exp_()
+            total = exponentials.sum(-1)
             if group is not None:
                 sums = torch.stack((total, at_label))
                 dist.all_reduce(sums, group=group)
                 total, at_label = sums
             normalizers[rows] = total.log() + highest
             logprobs[rows] = at_label - normalizers[rows]
-        whole = probabilities is not None and labels.numel() <= chunk and torch.is_grad_enabled()
+            if training and labels.numel() <= chunk:
+                kept = exponentials.div_(total[:, None])
         ctx.group, ctx.first, ctx.chunk = group, first, chunk
-        kept = probabilities.div_(total[:, None]) if whole and probabilities is not None else None
         ctx.save_for_backward(hidden, weight, labels, normalizers, kept)
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
         hidden, weight, labels, normalizers, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=grad.dtype)
         for start in range(0, labels.numel(), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            if kept is None:
-                probabilities = (hidden[rows] @ weight.t()).to(grad.dtype).sub_(normalizers[rows, None]).exp_()
-            else:
-                probabilities = kept
-            mine, column = _columns(labels[rows], ctx.first, weight.shape[0])
             # d logprob / d logits = onehot(label) - softmax
-            grad_logits = probabilities * -grad[rows, None]
+            if kept is None:
+                logits = (hidden[rows] @ weight.t()).to(grad.dtype)
+                grad_logits = logits.sub_(normalizers[rows, None]).exp_().mul_(-grad[rows, None])
+            else:
+                grad_logits = kept * -grad[rows, None]
+            mine, column = _columns(labels[rows], ctx.first, weight.shape[0])
             grad_logits.scatter_add_(1, column[:, None], (grad[rows] * mine)[:, None])
             grad_logits = grad_logits.to(hidden.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[rows])
             grad_weight += grad_logits.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _columns(labels: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -151,8 +151,7 @@ def pack_forest(forest: list[list[list[int]]], *, share: bool, dtype: torch.dtyp
 
 def empty_batch() -> PackedTrees:
     """A micro-batch with one row and nothing to train."""
-    packed = pack_forest([[[-1, 7]]], share=True)
-    return packed
+    return pack_forest([[[-1, 7]]], share=True)
 
 
 class TurnSquares(Objective):
