@@ -291,6 +291,11 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
 
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Optimizer steps of the whole run, at most; None if only a budget ends it."""
+        return None if self.steps is None else self.steps * self.update.epochs * self.update.mini_batches
+
     @model_validator(mode="after")
     def _ends(self) -> Recipe:
         if self.steps is None and self.budget is None:

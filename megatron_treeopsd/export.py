@@ -24,7 +24,7 @@ def export(run: Path, destination: Path) -> None:
     recipe = read_recipe(run / "recipe.yaml")
     state = parallel.initialize(recipe.layout, seed=recipe.seed)
     try:
-        policy = Policy(recipe, state)
+        policy = Policy(recipe, state, total_steps=recipe.optimizer_steps)
         checkpoint.load(latest, policy)
         weights.save_pretrained(policy.model, policy.hf_config, recipe.model.checkpoint, destination)
     finally:

@@ -70,7 +70,7 @@ class Session:
         )
         self.credit = credit.build(recipe.credit)
         self._objective = objective.build(recipe.objective)
-        self.policy = Policy(recipe, self.parallel, total_steps=self._optimizer_steps())
+        self.policy = Policy(recipe, self.parallel, total_steps=recipe.optimizer_steps)
         self._engine = engine.build(recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype)
         self._cleanup.callback(self._engine.close)
         self.collector = Collector(
@@ -89,10 +89,6 @@ class Session:
         self.journal.start(self._first_step, parameters=self.policy.parameter_count)
         if self.collector.training.needs_engine:
             self.publish(version=self._version)
-
-    def _optimizer_steps(self) -> int | None:
-        update = self.recipe.update
-        return None if self.recipe.steps is None else self.recipe.steps * update.epochs * update.mini_batches
 
     def _resume(self) -> None:
         folder = checkpoint.latest(self.recipe.run / "checkpoints")
