@@ -83,9 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     show = _add(commands, "show", _show, "print sampled trees of a run with turns, rewards, credits and targets")
     show.add_argument("run", type=Path)
     show.add_argument("--step", type=int, help="which saved step (default: the last)")
-    show.add_argument("--tree", type=int, default=0, help="which tree of that step")
+    show.add_argument("--tree", type=int, help="which tree of that step (default: the one whose leaves differ most)")
     show.add_argument("--question", help="the tree of this question id instead")
     show.add_argument("--list", action="store_true", help="list the saved steps and their questions")
+    show.add_argument("--full", action="store_true", help="whole observations instead of their beginnings")
 
     report = _add(commands, "report", _write_report, "write report.html of a run folder again")
     report.add_argument("run", type=Path)
@@ -172,6 +173,7 @@ def _show(arguments: argparse.Namespace) -> None:
         tree=arguments.tree,
         question=arguments.question,
         listing=arguments.list,
+        full=arguments.full,
     )
 
 

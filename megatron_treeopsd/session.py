@@ -152,7 +152,7 @@ class Session:
         done = any(e["when"] == when for e in self._evaluations) and when == "before"
         if done or not self._test_questions or (when == "after" and self._interrupted):
             return
-        with self.spans.paused("evaluation"):
+        with self.spans.paused("evaluation"), self.journal.busy(f"evaluating {len(self._test_questions)} questions"):
             if self._engine.version != self._version:
                 self._publish()
             scores = self.collector.evaluate(self._test_questions, repeats=self.recipe.evaluation.sampled_repeats)
@@ -185,10 +185,10 @@ class Session:
         )
         self.journal.trees(step, trees, TurnNotes.from_arrays(**self.learner.notes()))
         checkpointing, evaluation = self.recipe.checkpoint, self.recipe.evaluation
-        if checkpointing.every_steps and (step + 1) % checkpointing.every_steps == 0:
-            self._save()
         if evaluation.every_steps and (step + 1) % evaluation.every_steps == 0:
             self.evaluate("during")
+        if checkpointing.every_steps and (step + 1) % checkpointing.every_steps == 0:
+            self._save()
 
     def _count_tokens(self) -> dict[str, int]:
         counters = self._engine.counters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,10 @@ class Journal:
         notes.write(self._folder.notes_file(step))
         save_trees(self._folder.tree_file(step), trees)
         self._last = None
+
+    def busy(self, text: str) -> AbstractContextManager[None]:
+        """Say what is going on while the block runs, where somebody is watching."""
+        return nullcontext() if self._console is None else self._console.busy(text)
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         if self._metrics is not None and self._console is not None:
