@@ -16,6 +16,6 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 PATH="$("$root/launch/env.sh" cpu)"
 export PATH
 cd -- "$root"
-export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec torchrun --nnodes 1 --nproc-per-node "$processes" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 \
     --local-addr 127.0.0.1 --max-restarts 0 --no-python treeopsd "$@"
