@@ -52,6 +52,10 @@ def test_ties_keep_the_order_of_the_collection() -> None:
     index = BM25(PASSAGES)
     assert [item.id for item in index.search("Kuwait", 2)] == ["0", "1"]
     assert [item.id for item in index.search("Kuwait", 3)] == ["0", "1", "5"]
+    short = {number for number in range(200) if number % 3 == 0}  # of the others, the first three are among the best 70
+    texts = ["The capital." if number in short else "The capital Berne." for number in range(200)]
+    many = BM25([Passage(str(number), "Chad", text) for number, text in enumerate(texts)])
+    assert [int(item.id) for item in many.search("capital", 70)] == [*sorted(short), 1, 2, 4]
 
 
 @pytest.mark.parametrize("query", ["", "   ", "?!", "the of", "unheard words"])
