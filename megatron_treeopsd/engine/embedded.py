@@ -10,6 +10,7 @@ costs n - 1 forwards (its last token is computed with the next turn's prompt, or
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from megatron_treeopsd.engine.sampler import log_probabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
 """Most prompt tokens, padding included, computed in one step; a single longer prompt still runs alone."""
@@ -296,7 +299,14 @@ class EmbeddedEngine(Engine):
     def _remember(self, row: int, ids: list[int]) -> None:
         """Put what a row has computed into the cache and keep it for the row and its session."""
         request = self._rows.requests[row]
+        complete = not self.cache.rejected_tokens
         node, start, slots = self.cache.insert(ids)
+        if complete and self.cache.rejected_tokens:
+            logger.warning(
+                "the prefix cache of %d tokens is full of unfinished trees; further tokens are computed again when "
+                "they are needed. Raise engine.cache_tokens or take fewer questions at once",
+                self.cache.capacity,
+            )
         if len(slots):
             self._memory.save(row, start, torch.from_numpy(slots))
         self.cache.pin(node)

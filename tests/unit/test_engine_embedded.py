@@ -153,7 +153,27 @@ def test_eviction_under_pressure_stays_correct() -> None:
     assert engine.cache.pins == 0
 
 
-def test_a_cache_full_of_open_sessions_still_answers() -> None:
+def test_an_open_session_keeps_its_prefix_and_a_released_one_makes_room() -> None:
+    engine = make_engine(cache_tokens=60)
+    tree = [7, 8, 9, *range(20, 40)]
+
+    def others() -> None:
+        for i, prompt in enumerate(random_prompts(12, length=20, seed=3)):
+            run(generate(engine, prompt, session=f"other {i}"))
+            engine.release(f"other {i}")
+        assert engine.cache.evicted_tokens > 60
+
+    [turn] = run(generate(engine, tree, session="tree"))
+    others()
+    [again] = run(generate(engine, tree + turn.ids, session="tree"))
+    assert again.cached_tokens == len(tree) + len(turn.ids) - 1
+    engine.release("tree")
+    others()
+    [late] = run(generate(engine, tree, session="late"))
+    assert late.cached_tokens == 0
+
+
+def test_a_cache_full_of_open_sessions_still_answers(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(cache_tokens=30)
     prompts = random_prompts(20)
     completions = run(*(generate(engine, prompt, seed=i, session=str(i)) for i, prompt in enumerate(prompts)))
@@ -161,6 +181,7 @@ def test_a_cache_full_of_open_sessions_still_answers() -> None:
     assert worst_error(prompts * 2, completions + again) <= 1e-5
     assert [c.ids for c in completions] == [c.ids for c in again]
     assert engine.cache.rejected_tokens > 0
+    assert [record.getMessage()[:32] for record in caplog.records] == ["the prefix cache of 30 tokens is"]
     engine.cache.check()
     for session in range(20):
         engine.release(str(session))
