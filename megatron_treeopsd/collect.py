@@ -50,7 +50,7 @@ class Collector:
         single = config.Chains(name="chains", chains=1)
         self._single = {t: self._expansion(single, t) for t in (0.0, recipe.rollout.temperature)}
 
-    def _expansion(self, section: object, temperature: float) -> Expansion:
+    def _expansion(self, section: config.Expansion, temperature: float) -> Expansion:
         sampling = Sampling(self._recipe.task.max_turn_tokens, self._environment.stop_ids, temperature)
         return expansions.build(
             section,

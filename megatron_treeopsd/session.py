@@ -112,7 +112,7 @@ class Session:
     ) -> None:
         reported = failure.explain(error) if error is not None else None
         self._cleanup.close()
-        if reported is not error:
+        if reported is not None and reported is not error:
             raise reported from None
 
     # ---------------------------------------------------------------------------------------------------- the loop
