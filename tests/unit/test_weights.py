@@ -1,4 +1,4 @@
-"""Hugging Face folders: read into a Megatron model and written back, bit for bit, in one process; and what is refused."""
+"""Hugging Face folders: into a Megatron model and back, bit for bit, in one process; and what is refused."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_nothing_is_left_when_the_disk_is_full(folder: Path, state: parallel.Par
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(WeightsError, match="cannot be written: .*File too large"):
+        with pytest.raises(WeightsError, match=r"cannot be written: .*File too large"):
             weights.save_pretrained(model, AutoConfig.from_pretrained(folder), folder, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
