@@ -17,7 +17,7 @@ work="$(mktemp -d "$root/runs/make-checkpoint.XXXXXX")"
 
 treeopsd prepare task=factbook
 treeopsd create-policy "$work/random" task=factbook
-treeopsd train task=factbook method=sft cluster=cpu "$@" model.checkpoint="$work/random" run="$work/run"
+treeopsd train task=factbook method=sft cluster=cpu steps=1200 "$@" model.checkpoint="$work/random" run="$work/run"
 treeopsd export "$work/run" "$work/policy"
 
 mkdir -p -- "$(dirname -- "$destination")"

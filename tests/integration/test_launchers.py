@@ -59,7 +59,7 @@ def test_quickstart_says_what_is_wrong_with_a_word(data: Path, tmp_path: Path, s
 
 def test_the_checkpoint_can_be_made_again(data: Path, tmp_path: Path, surroundings: dict[str, str]) -> None:
     destination = tmp_path / "tiny"
-    words = (f"task.data={data}", "steps=2", "evaluation.questions=0")
+    words = (f"task.data={data}", "steps=2", "optimizer.warmup_steps=0", "evaluation.questions=0")
     done = launch("make_checkpoint.sh", *words, cwd=tmp_path, **{**surroundings, "DESTINATION": str(destination)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"policy: {destination}"
