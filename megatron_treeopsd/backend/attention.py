@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,50 +60,67 @@ class AttentionPlan:
     groups: tuple[ChainGroup, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive rows `first` .. `first + queries` that attend to `path`, of which they are the end."""
+
+    first: int
+    queries: int
+    path: Tensor
+
+    @property
+    def starts_its_path(self) -> bool:
+        """Nothing stands before the first query: plain causal attention, which needs no mask."""
+        return self.queries == self.path.numel()
+
+    @property
+    def size_class(self) -> tuple[int, int, bool]:
+        """Runs of one class are padded to one shape."""
+        return (self.queries + 15) // 16, (self.path.numel() + 31) // 32, self.starts_its_path
+
+
 def plan_attention(packed: PackedTrees) -> AttentionPlan:
     """Group chains of similar lengths, so that a few calls do all of them with little padding.
 
     Padded queries are copies of a row, padded keys copies of row 0; masks hide the latter from real queries, and the
     outputs of the former are never read.
     """
-    buckets: dict[tuple[int, int, bool], list[tuple[int, int, Tensor]]] = defaultdict(list)
-    query_offsets, key_offsets = packed.query_offsets.tolist(), packed.key_offsets.tolist()
-    for chain in range(len(query_offsets) - 1):
-        first_row, queries = query_offsets[chain], query_offsets[chain + 1] - query_offsets[chain]
-        path = packed.key_rows[key_offsets[chain] : key_offsets[chain + 1]]
-        prefix = path.numel() - queries
-        piece = queries if prefix == 0 else max(1, MASK_ELEMENTS // path.numel())
-        for start in range(0, queries, piece):
-            stop = min(start + piece, queries)
-            keys = path[: prefix + stop]
-            buckets[(-(-(stop - start) // 16), -(-keys.numel() // 32), prefix == 0)].append(
-                (first_row + start, stop - start, keys)
-            )
-
-    device = packed.ids.device
+    classes: dict[tuple[int, int, bool], list[_Run]] = defaultdict(list)
+    for run in _runs(packed):
+        classes[run.size_class].append(run)
     query_rows, key_rows, groups = [], [], []
     places = torch.empty_like(packed.ids)
     offset = 0
-    for (_, _, causal), members in buckets.items():
-        starts, lengths, paths = (list(column) for column in zip(*members, strict=True))
-        queries, keys = max(lengths), max(path.numel() for path in paths)
-        first = torch.tensor(starts, device=device)[:, None]
-        length = torch.tensor(lengths, device=device)[:, None]
-        query = torch.arange(queries, device=device)
+    for runs in classes.values():
+        paths = torch.nn.utils.rnn.pad_sequence([run.path for run in runs], batch_first=True)
+        first = places.new_tensor([run.first for run in runs])[:, None]
+        length = places.new_tensor([run.queries for run in runs])[:, None]
+        query = torch.arange(max(run.queries for run in runs), device=places.device)
         rows = first + torch.minimum(query, length - 1)
         real = query < length
-        places[rows[real]] = offset + torch.arange(rows.numel(), device=device).view_as(rows)[real]
-        padded_paths = torch.nn.utils.rnn.pad_sequence(paths, batch_first=True)
+        places[rows[real]] = offset + torch.arange(rows.numel(), device=places.device).view_as(rows)[real]
         mask = None
-        if not causal:
-            prefix = torch.tensor([path.numel() for path in paths], device=device)[:, None] - length
-            mask = torch.arange(keys, device=device) <= (prefix + query)[..., None]
-            mask = mask[:, None]
+        if not runs[0].starts_its_path:
+            before = places.new_tensor([run.path.numel() for run in runs])[:, None] - length
+            last_visible = (before + query)[:, None, :, None]
+            mask = torch.arange(paths.shape[1], device=places.device) <= last_visible
         query_rows.append(rows.flatten())
-        key_rows.append(padded_paths.flatten())
-        groups.append(ChainGroup(len(members), queries, keys, mask))
+        key_rows.append(paths.flatten())
+        groups.append(ChainGroup(len(runs), rows.shape[1], paths.shape[1], mask))
         offset += rows.numel()
     return AttentionPlan(torch.cat(query_rows), torch.cat(key_rows), places, tuple(groups))
+
+
+def _runs(packed: PackedTrees) -> Iterator[_Run]:
+    """The chains, cut where their masks would be too large."""
+    query_offsets, key_offsets = packed.query_offsets.tolist(), packed.key_offsets.tolist()
+    for chain, (first, end) in enumerate(pairwise(query_offsets)):
+        path = packed.key_rows[key_offsets[chain] : key_offsets[chain + 1]]
+        before = path.numel() - (end - first)
+        piece = end - first if before == 0 else max(1, MASK_ELEMENTS // path.numel())
+        for start in range(first, end, piece):
+            stop = min(start + piece, end)
+            yield _Run(start, stop - start, path[: before + stop - first])
 
 
 def padded_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -216,7 +234,7 @@ class TreeAttention(torch.nn.Module):
         self,
         config: TransformerConfig,
         *,
-        kernel: AttentionKernel = PADDED,
+        kernel: AttentionKernel,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:

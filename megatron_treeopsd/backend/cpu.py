@@ -50,9 +50,11 @@ def install() -> None:
 
 
 def _quieten() -> None:
-    """megatron-core reports at every import what it would like to have installed, and its plans for `GPTModel`."""
+    """Silence what megatron-core says at every start about packages it would like and plans it has."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
 class _Stream:

@@ -8,7 +8,9 @@ Supported families: Qwen3 (dense) and Qwen3-MoE.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,33 +26,54 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
-from megatron_treeopsd.backend.attention import PADDED, TreeAttention, TreeSequence, rotary_table
+from megatron_treeopsd.backend.attention import (
+    PADDED,
+    AttentionKernel,
+    GatherRows,
+    TreeAttention,
+    TreeSequence,
+    rotary_table,
+)
 from megatron_treeopsd.backend.logprob import token_logprobs
 from megatron_treeopsd.backend.parallel import ParallelState
 from megatron_treeopsd.batch.packed import PackedTrees
-from megatron_treeopsd.config import Layout
+from megatron_treeopsd.config import Layout, RecipeError
 
 FAMILIES = ("qwen3", "qwen3_moe")
 
 
+def read_config(folder: Path) -> PretrainedConfig:
+    """The Hugging Face config of a checkpoint folder.
+
+    Raises FileNotFoundError if there is none, `RecipeError` if it is damaged or of another family.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"model.checkpoint={folder}: no config.json there; it must be a Hugging Face folder")
+    try:
+        family = json.loads(path.read_text())["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{path}: not a model configuration: {error!r}") from None
+    if family not in FAMILIES:
+        raise RecipeError(f"{path}: model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}")
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
 def check_model(hf: PretrainedConfig, layout: Layout) -> None:
-    """Raise ValueError, naming the key and its value, for a model or a split of it that cannot be trained here."""
-    if hf.model_type not in FAMILIES:
-        raise ValueError(f"model_type={hf.model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
-    rope = hf.rope_parameters
+    """Raise `RecipeError`, naming the key and its value, for a model or a split of it that cannot be trained here."""
     expected = {
         "hidden_act": (hf.hidden_act, "silu"),
         "attention_bias": (hf.attention_bias, False),
         "use_sliding_window": (hf.use_sliding_window, False),
-        "rope_type": (rope["rope_type"], "default"),
+        "rope_type": (hf.rope_parameters["rope_type"], "default"),
         "decoder_sparse_step": (getattr(hf, "decoder_sparse_step", 1), 1),
         "mlp_only_layers": (getattr(hf, "mlp_only_layers", []), []),
     }
     for key, (value, supported) in expected.items():
         if value != supported:
-            raise ValueError(f"{hf.model_type}: {key}={value!r} is not supported, only {supported!r}")
+            raise RecipeError(f"{hf.model_type}: {key}={value!r} is not supported, only {supported!r}")
 
     divisions = [
         ("num_attention_heads", hf.num_attention_heads, "tp", layout.tp),
@@ -62,22 +85,26 @@ def check_model(hf: PretrainedConfig, layout: Layout) -> None:
         divisions.append(("num_experts", hf.num_experts, "ep", layout.ep))
         divisions.append(("moe_intermediate_size", hf.moe_intermediate_size, "etp", layout.etp))
         if layout.etp > 1 and layout.pp > 1 and not torch.cuda.is_available():
-            raise ValueError(f"layout.etp={layout.etp} with layout.pp={layout.pp} needs a GPU: gloo lacks a collective")
+            raise RecipeError(
+                f"layout.etp={layout.etp} with layout.pp={layout.pp} needs a GPU: gloo lacks a collective"
+            )
     else:
         divisions.append(("intermediate_size", hf.intermediate_size, "tp", layout.tp))
         for name, size in (("ep", layout.ep), ("etp", layout.etp)):
             if size > 1:
-                raise ValueError(f"layout.{name}={size}: {hf.model_type} has no experts to divide; set layout.{name}=1")
+                raise RecipeError(
+                    f"layout.{name}={size}: {hf.model_type} has no experts to divide; set layout.{name}=1"
+                )
     for key, value, name, size in divisions:
         if value % size:
-            raise ValueError(f"layout.{name}={size} does not divide the model's {key}={value}")
+            raise RecipeError(f"layout.{name}={size} does not divide the model's {key}={value}")
 
 
 def uses_transformer_engine(layout: Layout) -> bool:
-    """Which layer spec to build. Raises ValueError if Transformer Engine is asked for and is not there."""
+    """Which layer spec to build. Raises `RecipeError` if Transformer Engine is asked for and is not there."""
     available = HAVE_TE and torch.cuda.is_available()
     if layout.spec == "transformer_engine" and not available:
-        raise ValueError("layout.spec=transformer_engine: Transformer Engine or CUDA is missing; use layout.spec=auto")
+        raise RecipeError("layout.spec=transformer_engine: Transformer Engine or CUDA is missing; use layout.spec=auto")
     return available and layout.spec != "local"
 
 
@@ -162,10 +189,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-def layer_spec(config: TransformerConfig, *, transformer_engine: bool) -> Any:
+def layer_spec(config: TransformerConfig, *, kernel: AttentionKernel, transformer_engine: bool) -> Any:
     """Megatron's layer spec with `TreeAttention` as its core attention."""
     shape = {"num_experts": config.num_moe_experts, "qk_layernorm": True}
-    attention = functools.partial(TreeAttention, kernel=PADDED)
+    attention = functools.partial(TreeAttention, kernel=kernel)
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**shape, moe_grouped_gemm=config.moe_grouped_gemm)
         spec.submodules.self_attention.submodules.core_attention = attention
@@ -182,11 +209,17 @@ class PolicyModel(GPTModel):
     """This rank's part of the policy. A micro-batch of trees in, log-probs of its trained tokens out."""
 
     def __init__(
-        self, config: TransformerConfig, hf: PretrainedConfig, layout: Layout, parallel: ParallelState
+        self,
+        config: TransformerConfig,
+        hf: PretrainedConfig,
+        parallel: ParallelState,
+        *,
+        kernel: AttentionKernel,
+        transformer_engine: bool,
     ) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_spec(config, transformer_engine=uses_transformer_engine(layout)),
+            transformer_layer_spec=layer_spec(config, kernel=kernel, transformer_engine=transformer_engine),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -194,6 +227,7 @@ class PolicyModel(GPTModel):
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="none",
         )
+        self.kernel = kernel
         self.rope_base = float(hf.rope_parameters["rope_theta"])
 
     def forward(self, packed: PackedTrees) -> Tensor:
@@ -206,7 +240,7 @@ class PolicyModel(GPTModel):
         cos, sin = rotary_table(
             packed.positions, dim=config.kv_channels, base=self.rope_base, dtype=config.params_dtype
         )
-        sequence = TreeSequence(qkv_format="thd", plan=PADDED.plan(packed), cos=cos, sin=sin)
+        sequence = TreeSequence(qkv_format="thd", plan=self.kernel.plan(packed), cos=cos, sin=sin)
         hidden = self.embedding(packed.ids[None], packed.positions[None]) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=sequence)
         if not self.post_process:
@@ -220,7 +254,9 @@ class PolicyModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        return token_logprobs(hidden[:, 0].index_select(0, packed.edge_rows), weight, packed.edge_labels, group)
+        # One row may predict several labels, where a tree forks.
+        predicting = GatherRows.apply(hidden[:, 0], packed.edge_rows)
+        return token_logprobs(predicting, weight, packed.edge_labels, group)
 
 
 def pad_rows(packed: PackedTrees, multiple: int) -> PackedTrees:
@@ -248,7 +284,8 @@ def build_model(
 ) -> PolicyModel:
     """This rank's part of a policy of shape `hf`, on its device. Its weights are not set: load a checkpoint.
 
-    Raises ValueError if the family, or its split by `layout`, is not supported.
+    Raises `RecipeError` if the family, or its split by `layout`, is not supported.
     """
     config = transformer_config(hf, layout, dtype=dtype, recompute=recompute)
-    return PolicyModel(config, hf, layout, parallel).to(parallel.device)
+    engine = uses_transformer_engine(layout)
+    return PolicyModel(config, hf, parallel, kernel=PADDED, transformer_engine=engine).to(parallel.device)

@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron_treeopsd.backend.muon import Muon, qkv_split
-from megatron_treeopsd.config import Layout, Optimizer
+from megatron_treeopsd.config import Layout, Optimizer, RecipeError
 
 MUON_WEIGHTS = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 
@@ -32,12 +32,12 @@ def wrap_ddp(model: Any, layout: Layout) -> DistributedDataParallel:
 def build_optimizer(section: Optimizer, layout: Layout, ddp: DistributedDataParallel) -> ChainedOptimizer:
     """AdamW over all parameters, or Muon over the attention projections and AdamW over the rest.
 
-    Raises ValueError where Muon would not see whole matrices.
+    Raises `RecipeError` where Muon would not see whole matrices.
     """
     model = ddp.module
     bf16 = model.config.params_dtype == torch.bfloat16
     if section.min_lr > section.lr:
-        raise ValueError(f"optimizer.min_lr={section.min_lr} is above optimizer.lr={section.lr}")
+        raise RecipeError(f"optimizer.min_lr={section.min_lr} is above optimizer.lr={section.lr}")
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
@@ -73,7 +73,7 @@ def check_muon(lr: float, layout: Layout, *, bf16: bool) -> None:
     }
     for reason, present in obstacles.items():
         if present:
-            raise ValueError(f"optimizer.muon_lr={lr}: {reason}; change that or set optimizer.muon_lr=null (AdamW)")
+            raise RecipeError(f"optimizer.muon_lr={lr}: {reason}; change that or set optimizer.muon_lr=null (AdamW)")
 
 
 def _muon(
@@ -111,17 +111,17 @@ def build_scheduler(
     """Learning rate over optimizer steps: linear warm-up to `lr`, then constant, or linear or cosine to `min_lr`.
 
     Needed for a constant rate too: it is what keeps weight decay away from norm weights. Call `step(1)` before each
-    optimizer step, so that the first one is at lr / warmup_steps and the last one at `min_lr`. Raises ValueError if
+    optimizer step, so that the first one is at lr / warmup_steps and the last one at `min_lr`. Raises `RecipeError` if
     the schedule needs an end (`total_steps`) that is not known, or one before the end of the warm-up.
     """
     decays = section.schedule != "constant"
     if decays and total_steps is None:
-        raise ValueError(
+        raise RecipeError(
             f"optimizer.schedule={section.schedule} needs to know the number of steps: set steps=N, or "
             "optimizer.schedule=constant for a run that is bounded by its budget only"
         )
     if decays and total_steps is not None and section.warmup_steps >= total_steps:
-        raise ValueError(
+        raise RecipeError(
             f"optimizer.warmup_steps={section.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps"
         )
     end = total_steps if decays and total_steps is not None else section.warmup_steps + 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from megatron_treeopsd.config import Layout
+from megatron_treeopsd.config import Layout, RecipeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _gather(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def check_world(layout: Layout, world: int) -> None:
-    """Raise ValueError, with every factor and the world size, unless the layout divides the world."""
+    """Raise `RecipeError`, with every factor and the world size, unless the layout divides the world."""
     for name, factors in (
         ("attention and dense layers", {"tp": layout.tp, "pp": layout.pp}),
         ("experts", {"etp": layout.etp, "ep": layout.ep, "pp": layout.pp}),
@@ -81,7 +81,7 @@ def check_world(layout: Layout, world: int) -> None:
             product *= factor
         if world % product:
             shown = " * ".join(f"{key}={value}" for key, value in factors.items())
-            raise ValueError(
+            raise RecipeError(
                 f"layout: {shown} = {product} processes for {name} do not divide the world of {world} "
                 f"(tp={layout.tp} pp={layout.pp} ep={layout.ep} etp={layout.etp}); start a multiple of {product} "
                 "processes or change the layout"
@@ -92,7 +92,9 @@ def initialize(layout: Layout, seed: int) -> ParallelState:
     """Join the run: process group, Megatron's model-parallel groups, threads, random seeds.
 
     Under `torchrun` its environment variables say who this process is; without it the process is a world of its own
-    and opens no port. NCCL where CUDA is there, else gloo. Raises ValueError if the layout does not divide the world.
+    and opens no port. NCCL where CUDA is there, else gloo.
+
+    Raises `RecipeError` if the layout does not divide the world.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(layout, world)

@@ -14,11 +14,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_treeopsd import weights
 from megatron_treeopsd.backend import parallel as process_groups
-from megatron_treeopsd.backend.model import build_model
+from megatron_treeopsd.backend.model import build_model, read_config
 from megatron_treeopsd.backend.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_treeopsd.backend.parallel import ParallelState
 from megatron_treeopsd.batch.packed import PackedTrees
@@ -65,16 +65,12 @@ class Policy:
     def __init__(self, recipe: Recipe, parallel: ParallelState, *, total_steps: int | None = None) -> None:
         """Build the model and read its weights from `recipe.model.checkpoint`.
 
-        `total_steps` is the number of optimizer steps of the run, for schedules that decay. Raises ValueError if the
+        `total_steps` is the number of optimizer steps of the run, for schedules that decay. Raises `RecipeError` if the
         checkpoint's architecture, or its split by `recipe.layout`, is not supported.
         """
         folder = recipe.model.checkpoint
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"model.checkpoint={folder}: no config.json there; it must be a Hugging Face folder"
-            )
         self.parallel = parallel
-        self.hf_config = AutoConfig.from_pretrained(folder)
+        self.hf_config = read_config(folder)
         self.model = build_model(
             self.hf_config,
             recipe.layout,

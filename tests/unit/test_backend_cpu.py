@@ -16,7 +16,14 @@ pytestmark = pytest.mark.fast
 def test_device_contexts_still_reach_tensor_factories() -> None:
     cpu.install()
     with torch.device("meta"):
-        made = [torch.arange(3), torch.zeros(2), torch.ones(2), torch.empty(2), torch.full((2,), 1.0), torch.tensor([1.0])]
+        made = [
+            torch.arange(3),
+            torch.zeros(2),
+            torch.ones(2),
+            torch.empty(2),
+            torch.full((2,), 1.0),
+            torch.tensor([1.0]),
+        ]
     assert {tensor.device.type for tensor in made} == {"meta"}
 
 

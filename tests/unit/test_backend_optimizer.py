@@ -10,7 +10,7 @@ import torch
 
 from megatron_treeopsd.backend.muon import Muon, orthogonalize, qkv_split
 from megatron_treeopsd.backend.optimizer import build_scheduler, check_muon
-from megatron_treeopsd.config import Layout, Optimizer
+from megatron_treeopsd.config import Layout, Optimizer, RecipeError
 
 pytestmark = pytest.mark.fast
 
@@ -91,7 +91,7 @@ def test_learning_rates(section: dict[str, object], expected: list[float]) -> No
 )
 def test_schedules_without_an_end(section: dict[str, object], total_steps: int | None, message: str) -> None:
     options = Optimizer.model_validate(section)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         build_scheduler(options, SimpleNamespace(param_groups=[]), total_steps=total_steps)  # type: ignore[arg-type]
 
 
@@ -104,5 +104,5 @@ def test_schedules_without_an_end(section: dict[str, object], total_steps: int |
     ],
 )
 def test_muon_is_refused_where_it_would_see_pieces(layout: dict[str, object], bf16: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         check_muon(0.02, Layout.model_validate(layout), bf16=bf16)

@@ -26,7 +26,7 @@ from megatron_treeopsd.backend.model import build_model, check_model, pad_rows
 from megatron_treeopsd.backend.parallel import ParallelState, check_world
 from megatron_treeopsd.backend.policy import NonFiniteError, Policy
 from megatron_treeopsd.batch.packed import PackedTrees
-from megatron_treeopsd.config import Layout
+from megatron_treeopsd.config import Layout, RecipeError
 from megatron_treeopsd.objective.base import Objective, Report, TurnTable
 
 pytestmark = pytest.mark.fast
@@ -243,7 +243,7 @@ def test_no_micro_batches(state: ParallelState, checkpoint: Path) -> None:
     ],
 )
 def test_a_layout_that_does_not_divide_the_world(layout: dict[str, int], world: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         check_world(Layout.model_validate(layout), world)
 
 
@@ -255,7 +255,6 @@ def test_a_layout_that_does_not_divide_the_world(layout: dict[str, int], world: 
         ({"pp": 4}, {}, "layout.pp=4 does not divide the model's num_hidden_layers=2"),
         ({"ep": 3}, {}, "layout.ep=3 does not divide the model's num_experts=8"),
         ({"etp": 5}, {}, "layout.etp=5 does not divide the model's moe_intermediate_size=32"),
-        ({}, {"model_type": "llama"}, "model_type='llama' is not supported; supported: qwen3, qwen3_moe"),
         ({}, {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({}, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
     ],
@@ -266,10 +265,24 @@ def test_what_cannot_be_built(
     hf = AutoConfig.from_pretrained(checkpoint)
     for name, value in changes.items():
         setattr(hf, name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         check_model(hf, Layout.model_validate(layout))
 
 
 def test_a_missing_checkpoint(state: ParallelState, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
         Policy(recipe(tmp_path / "nowhere"), state)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "llama"}', "model_type='llama' is not supported; supported: qwen3, qwen3_moe"),
+        ('{"model_type": ', r"config\.json: not a model configuration"),
+        ("{}", r"config\.json: not a model configuration"),
+    ],
+)
+def test_a_checkpoint_of_something_else(text: str, message: str, state: ParallelState, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        Policy(recipe(tmp_path), state)
