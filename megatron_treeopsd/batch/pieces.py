@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_treeopsd.tree import ROOT, RolloutTree, TreeError
 
@@ -37,7 +38,7 @@ def tree_chains(tree: RolloutTree) -> list[tuple[int, ...]]:
     for index, turn in enumerate(tree.turns):
         members.setdefault(turn.chain, []).append(index)
     for chain, turns in members.items():
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in pairwise(turns):
             if tree.turns[after].parent != before:
                 raise TreeError(f"question {tree.question.id}: the turns {turns} of chain {chain} are not one path")
     forks: dict[int, list[int]] = {}
