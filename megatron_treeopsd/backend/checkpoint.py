@@ -10,8 +10,9 @@ the disk. Whatever happens before that leaves the earlier checkpoint in place. P
 can be continued at another layout: all of tensor, expert, pipeline and data parallel sizes and the distributed
 optimizer may change; only the random states then start anew.
 
-Why not Megatron's `torch_dist`: its metadata is read with pickle, it neither syncs nor renames, and in 0.19.2 it loses
-torch's Adam step under the distributed optimizer and cannot load optimizer state at another expert parallel size.
+Why not Megatron's `torch_dist`: its metadata is read with pickle, its folder is visible before it is complete, and in
+0.19.2 it needs patches for torch's Adam under the distributed optimizer and cannot load optimizer state at expert
+parallel 1 that was written at a larger one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron_treeopsd.backend.state import (
     step_counts,
 )
 from megatron_treeopsd.weights import durable
-from megatron_treeopsd.weights.rules import WeightsError, join, listing, shard
+from megatron_treeopsd.weights.rules import Shape, WeightsError, join, listing, shard
 from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo
 
 if TYPE_CHECKING:
@@ -220,8 +221,8 @@ class _Stored:
             self.manifest = json.loads(file.read_text())
         except ValueError as error:
             raise CheckpointError(f"{file.name} is damaged: {error}") from None
-        if self.manifest["format"] != FORMAT:
-            raise CheckpointError(f"it has format {self.manifest['format']}; this version reads {FORMAT}")
+        if self.manifest.get("format") != FORMAT:
+            raise CheckpointError(f"it has format {self.manifest.get('format')}; this version reads {FORMAT}")
         for name, size in self.manifest["files"].items():
             if not (self.path / name).is_file() or (self.path / name).stat().st_size != size:
                 raise CheckpointError(f"{name} is missing or is not {size} bytes long")
@@ -234,9 +235,13 @@ class _Stored:
                 raise CheckpointError(f"{piece.name} is {value.dtype} in the file and {piece.tensor.dtype} in this run")
             piece.tensor.copy_(value)
 
-    def _value(self, piece: Piece) -> Tensor:
-        shape = tuple(self.manifest["shapes"][piece.weight.key])
+    def cut(self, piece: Piece) -> tuple[int, Shape]:
+        """Into how many tensor-parallel parts the piece's weight was cut, and the shape of one."""
         parts = 1 + max(part for _, part, _, _ in self.manifest["pieces"][piece.name])
+        return parts, tuple(self.manifest["shapes"][piece.weight.key])
+
+    def _value(self, piece: Piece) -> Tensor:
+        parts, shape = self.cut(piece)
         if (parts, shape) == (piece.parts, piece.shape):
             return self._range(piece.name, piece.part, piece.start, piece.stop)
         # Tensor parallelism cut it otherwise: put the whole together and cut again.
@@ -278,9 +283,13 @@ def _check_names(stored: _Stored, own: Sequence[Piece], policy: Policy) -> None:
     """All state of the run must be in the checkpoint and the other way round. Collective."""
     wanted = set().union(*parallel.all_gather_objects({piece.name for piece in own}))
     found = set(stored.manifest["pieces"])
+    cuts = {p.name: (p.weight, *stored.cut(p)) for p in own if p.kind == "weight" and p.name in found}
+    misfits = {f"{name} {shape}" for name, (weight, parts, shape) in cuts.items() if not weight.fits(shape, parts)}
+    misshaped = set().union(*parallel.all_gather_objects(misfits))
     problems = [
         ("state that this run needs is missing", wanted - found),
         ("there is state that this run has no place for", found - wanted),
+        ("shapes are those of another model", misshaped),
         ("the steps are of other optimizers", set(step_counts(policy.optimizer)) ^ set(stored.manifest["step_counts"])),
     ]
     if text := "\n".join(f"{what}:{listing(names)}" for what, names in problems if names):

@@ -204,6 +204,19 @@ def test_another_optimizer_is_refused(source: Path, state: parallel.ParallelStat
         checkpoint.load(path, make(source, state, **VARIANTS["bfloat16"]))
 
 
+def test_another_model_is_refused(source: Path, state: parallel.ParallelState, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = checkpoint.save(tmp_path, make(source, state), step=1, extra={}, keep=1)
+    config = AutoConfig.from_pretrained(source)
+    config.moe_intermediate_size = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    other = make(tmp_path / "other", state)
+    wrong = r"weight/decoder\.layers\.0\.mlp\.experts\.local_experts\.0\.linear_fc1\.weight \(64, 64\)"
+    with pytest.raises(CheckpointError, match=f"shapes are those of another model:\n  {wrong}\n"):
+        checkpoint.load(path, other)
+
+
 def test_optimizer_state_moves_to_the_distributed_optimizer_and_back(
     source: Path, state: parallel.ParallelState, tmp_path: Path
 ) -> None:
