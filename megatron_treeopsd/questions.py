@@ -23,6 +23,8 @@ class QuestionSource:
             raise ValueError("there are no questions to draw from")
         self._questions = questions
         self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
         self._by_hops: dict[int, list[Question]] = {}
         for question in questions:
             self._by_hops.setdefault(int(question.metadata.get("hops", 0)), []).append(question)
@@ -46,6 +48,8 @@ class QuestionSource:
 
     def _nth(self, position: int) -> Question:
         epoch, index = divmod(position, len(self._questions))
-        order = list(range(len(self._questions)))
-        random.Random(stable_seed("epoch", self._seed, epoch)).shuffle(order)
-        return self._questions[order[index]]
+        if epoch != self._epoch:  # kept, because shuffling is slow; still a function of seed and epoch
+            self._order = list(range(len(self._questions)))
+            random.Random(stable_seed("epoch", self._seed, epoch)).shuffle(self._order)
+            self._epoch = epoch
+        return self._questions[self._order[index]]
