@@ -1,4 +1,4 @@
-"""Which questions a step draws: the same for a seed and step in any order, every question once a pass, shares of hops."""
+"""Which questions a step draws: the same for a seed and step, every question once a pass, shares of hops."""
 
 from __future__ import annotations
 
