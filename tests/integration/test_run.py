@@ -68,9 +68,10 @@ def test_trees_of_sampled_steps_can_be_read_and_shown(run: Path) -> None:
         for turn, note in zip(tree.turns, turns, strict=True):
             assert note.credit is not None
             assert (note.target is not None and note.log_ratio is not None) == (varied and bool(turn.sampled_ids))
-    shown = treeopsd("show", str(run))
+    shown = treeopsd("show", str(run), "--tree", "0")
     assert shown.returncode == 0, shown.stderr
-    assert trees[0].question.text in shown.stdout
+    assert trees[0].question.id in shown.stdout
+    assert "✓" in shown.stdout or "✗" in shown.stdout
 
 
 def test_the_report_opens_offline(run: Path) -> None:
@@ -89,7 +90,7 @@ def test_the_recipe_of_the_run_is_kept(run: Path) -> None:
 @pytest.mark.methods
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs(method: str, factbook: Path, tmp_path: Path) -> None:
-    summary = trained(tmp_path / "run", factbook, f"method={method}", "steps=2")
+    summary = trained(tmp_path / "run", factbook, f"method={method}", "steps=2", "optimizer.warmup_steps=0")
     assert summary["method"] == method
     assert summary["steps"] == 2
     assert all(np.isfinite(value) for row in metrics(tmp_path / "run") for value in row.values())
@@ -126,5 +127,9 @@ def test_two_processes_do_what_one_does(layout: str, factbook: Path, tmp_path: P
     trained(run, factbook, "steps=1", layout, processes=2)
     (one,), (two,) = without_clocks(metrics(tmp_path / "one")), without_clocks(metrics(run))
     assert one.keys() == two.keys()
+    # two engines share fewer prefixes between questions than one
+    counted_by_engine = ("rollout/cached_tokens", "rollout/computed_prompt_tokens")
     for name, value in one.items():
+        if name in counted_by_engine:
+            continue
         assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
