@@ -15,9 +15,10 @@ destination="${DESTINATION:-launch/checkpoints/tiny-factbook}"
 mkdir -p runs
 work="$(mktemp -d "$root/runs/make-checkpoint.XXXXXX")"
 
-treeopsd prepare task=factbook
-treeopsd create-policy "$work/random" task=factbook
-treeopsd train task=factbook method=sft cluster=cpu steps=1200 "$@" model.checkpoint="$work/random" run="$work/run"
+recipe=(task=factbook method=sft cluster=cpu "$@")
+treeopsd prepare "${recipe[@]}"
+treeopsd create-policy "$work/random" "${recipe[@]}"
+treeopsd train "${recipe[@]}" model.checkpoint="$work/random" run="$work/run"
 treeopsd export "$work/run" "$work/policy"
 
 mkdir -p -- "$(dirname -- "$destination")"
