@@ -111,6 +111,7 @@ def reachable(start: str, graph: Mapping[str, set[Import]]) -> dict[str, list[st
 # --------------------------------------------------------------------------------------------------------------- rules
 FOUNDATION = ours("tree", "config")
 ROLLOUT = ours("expansion", "episode", "environment", "reward", "credit")
+KERNELS = ours("objective.kernels")
 DISTRIBUTED = ("megatron", "torch.distributed", "transformer_engine", *ours("backend"))
 
 
@@ -147,15 +148,26 @@ def _forbidden_reach(sources: Sources, start: tuple[str, ...], forbidden: tuple[
 
 
 def objective_imports_more_than_torch(sources: Sources) -> list[str]:
-    """objective imports torch, the standard library, itself and the foundation; nothing else, at no time."""
+    """objective imports torch, the standard library, itself and the foundation, at no time anything else.
+
+    Its kernels may import triton.
+    """
     allowed = (*sys.stdlib_module_names, "torch", *FOUNDATION, *ours("objective"))
     return [
         f"{module} imports {each.target}"
         for module, found in imports(sources).items()
         if within(module, *ours("objective"))
         for each in found
-        if not within(each.target, *allowed) or within(each.target, "torch.distributed")
+        if not within(each.target, *allowed, *(["triton"] if within(module, *KERNELS) else []))
+        or within(each.target, "torch.distributed")
     ]
+
+
+def triton_needed_everywhere(sources: Sources) -> list[str]:
+    """triton is not on every machine: a kernel is imported by the call that needs it, never with a module."""
+    graph = {module: {each for each in found if each.when == "module"} for module, found in imports(sources).items()}
+    others = [module for module in graph if module in KERNELS or not within(module, *KERNELS)]
+    return [module for module in others if "triton" in reachable(module, graph)]
 
 
 def import_cycles(sources: Sources) -> list[str]:
@@ -281,6 +293,7 @@ RULES = [
     rollout_reaches_training,
     backend_reaches_rollout,
     objective_imports_more_than_torch,
+    triton_needed_everywhere,
     import_cycles,
     method_names,
     unsafe_loading,
@@ -297,6 +310,7 @@ def test_no_file_holds_forbidden_text() -> None:
 
 
 OURS = f"from {PACKAGE}"
+TRITON = "import triton.language as tl"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +337,8 @@ OURS = f"from {PACKAGE}"
         (objective_imports_more_than_torch, {"objective/a.py": "import numpy as np"}),
         (objective_imports_more_than_torch, {"objective/a.py": "import torch.distributed"}),
         (objective_imports_more_than_torch, {"objective/a.py": f"{OURS}.batch.packed import PackedTrees"}),
+        (objective_imports_more_than_torch, {"objective/a.py": "def f():\n    import triton"}),
+        (triton_needed_everywhere, {"a.py": f"{OURS}.objective.kernels.k import f", "objective/kernels/k.py": TRITON}),
         (import_cycles, {"a.py": f"{OURS}.b import x", "b.py": f"{OURS} import a"}),
         (import_cycles, {"a.py": "from .p import x", "p/__init__.py": "from ..c import y", "c.py": "from . import a"}),
         (import_cycles, {"a.py": f"{OURS}.p.q import x", "p/__init__.py": f"{OURS} import a", "p/q.py": ""}),
@@ -354,6 +370,11 @@ def test_rule_finds_its_violation(rule: Rule, sources: Sources) -> None:
         ),
         (rollout_reaches_training, {"train.py": f"{OURS}.backend import x\n{OURS} import episode", "episode.py": ""}),
         (objective_imports_more_than_torch, {"objective/a.py": f"import math\n{OURS}.objective.base import Objective"}),
+        (objective_imports_more_than_torch, {"objective/kernels/k.py": TRITON}),
+        (
+            triton_needed_everywhere,
+            {"a.py": f"def f():\n    {OURS}.objective.kernels import k", "objective/kernels/k.py": TRITON},
+        ),
         (import_cycles, {"a.py": f"{OURS} import b", "b.py": f"if TYPE_CHECKING:\n    {OURS} import a"}),
         (import_cycles, {"a.py": f"{OURS} import b", "b.py": f"def f():\n    {OURS} import a"}),
         (import_cycles, {"p/__init__.py": f"{OURS}.p.q import x", "p/q.py": f"{OURS}.p.r import y", "p/r.py": ""}),
