@@ -139,6 +139,8 @@ def transformer_config(hf: PretrainedConfig, layout: Layout, *, dtype: torch.dty
         "sequence_parallel": layout.tp > 1,
         # Micro-batches have any number of rows, so pipeline stages exchange shapes first.
         "variable_seq_lengths": layout.pp > 1,
+        # Its default refuses variable lengths, in models without experts too.
+        "moe_token_dispatcher_type": "alltoall",
         # Losses and gradients are summed, never averaged: weights are normalised over the whole mini-batch.
         "calculate_per_token_loss": True,
         # Every weight is read from the checkpoint.
