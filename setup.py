@@ -4,6 +4,8 @@
 alone: asked for by another package, pip may pick a build of several GB for hardware that is not there.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 # Runs anywhere, without a tensor library: trees, recipes, rollout, retrieval, the command line.
@@ -33,7 +35,7 @@ setup(
     name="megatron-treeopsd",
     version="0.1.0",
     description="Megatron training of mixture-of-experts search agents by tree rollouts",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
