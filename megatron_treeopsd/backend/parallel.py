@@ -107,7 +107,7 @@ def initialize(layout: Layout, seed: int) -> ParallelState:
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=layout.timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        _join(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     mpu.initialize_model_parallel(
@@ -134,6 +134,19 @@ def initialize(layout: Layout, seed: int) -> ParallelState:
         etp=layout.etp,
         device=device,
     )
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Meet the other processes where the launcher says. Raises `RecipeError` if that place cannot be reached."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise RecipeError(
+            f"the processes of this run cannot meet at {where}: {reason}. If the port is taken, choose another one "
+            "(launch/local.sh lets the system pick it)"
+        ) from None
 
 
 def shutdown() -> None:
