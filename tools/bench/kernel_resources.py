@@ -123,8 +123,12 @@ def _build(label: str, kernel: Any, pointers: dict[str, str], constants: dict[st
     return Build(label, kernel, pointers | integers, constants, warps, aligned)
 
 
-def compile_build(build: Build, arch: int) -> Resources:
-    """Raises RuntimeError with the assembler's words if it refuses the kernel."""
+def compile_build(build: Build, arch: int, *, max_registers: int | None = None) -> Resources:
+    """Compile for a GPU of compute capability `arch`, e.g. 90, and look at the result.
+
+    `max_registers` bounds the registers of a thread, which makes the assembler spill. Raises RuntimeError with its
+    words if it refuses the kernel.
+    """
     names = build.kernel.arg_names
     source = ASTSource(
         fn=build.kernel,
@@ -132,7 +136,8 @@ def compile_build(build: Build, arch: int) -> Resources:
         constexprs={(names.index(name),): value for name, value in build.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in build.aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": build.warps})
+    options = {"num_warps": build.warps, "maxnreg": max_registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory(prefix="kernel-") as name:
         ptx, cubin = Path(name) / "kernel.ptx", Path(name) / "kernel.cubin"
         ptx.write_text(compiled.asm["ptx"])
