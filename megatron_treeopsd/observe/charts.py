@@ -86,15 +86,19 @@ def moving_mean(y: np.ndarray, width: int) -> np.ndarray:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that cover [low, high]."""
-    if not high > low:
+    """About `count` different round numbers that cover [low, high].
+
+    A range that is nothing but rounding of one value is treated as that value.
+    """
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
         margin = abs(low) * 0.5 or 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / count
     scale = 10.0 ** math.floor(math.log10(rough))
     step = scale * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    digits = 2 - math.floor(math.log10(step))
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 class Frame:

@@ -261,6 +261,16 @@ def test_ticks_are_round_and_cover_the_range(low: float, size: float) -> None:
     assert nice_ticks(3, 3)[0] < 3 < nice_ticks(3, 3)[-1]
 
 
+@pytest.mark.parametrize(
+    "values", [(0.0, 0.0), (0.1, 0.1 + 1e-16), (1e-15, 1e-15), (0.0, 1e-14), (3.0, 1e9), (-5.0, -5.0)]
+)
+def test_ticks_are_different_numbers_around_any_values(values: tuple[float, float]) -> None:
+    ticks = nice_ticks(*values)
+    assert len(set(ticks)) == len(ticks) > 1
+    assert ticks[0] <= values[0]
+    assert values[1] <= ticks[-1]
+
+
 def test_spans_are_ordered_and_coloured() -> None:
     values = {"span/other": 9.0, "span/update": 1.0, "span/rollout": 2.0, "span/rollout/prefill": 1.5}
     rows = [StepRow(step, 1.0, 1.0, 0.0, values) for step in range(2)]
