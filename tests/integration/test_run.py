@@ -133,3 +133,14 @@ def test_two_processes_do_what_one_does(layout: str, factbook: Path, tmp_path: P
         if name in skipped or (name.startswith("objective/") and name.endswith("_share")):
             continue
         assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_the_long_variant_runs(tmp_path: Path) -> None:
+    """Up to 12 turns, 3 to 6 hops, one passage a search; its data are made by the command that a user types."""
+    data = tmp_path / "data"
+    made = treeopsd("prepare", "task=factbook_long", f"task.data={data}")
+    assert made.returncode == 0, made.stderr
+    summary = trained(tmp_path / "run", data, "task=factbook_long", "steps=1")
+    assert summary["steps"] == 1
+    (row,) = metrics(tmp_path / "run")
+    assert row["rollout/turns_mean"] > 3
