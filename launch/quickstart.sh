@@ -10,6 +10,7 @@ PATH="$("$root/launch/env.sh" cpu)"
 export PATH
 cd -- "$root"
 
-recipe=(model=tiny task=factbook method=treeopsd cluster=cpu budget=240 "run=runs/quickstart-$(date +%Y%m%d-%H%M%S)")
+recipe=(model=tiny task=factbook method=treeopsd cluster=cpu budget=240 evaluation.every_steps=20 \
+    "run=runs/quickstart-$(date +%Y%m%d-%H%M%S)")
 treeopsd prepare "${recipe[@]}" "$@"
 exec treeopsd train "${recipe[@]}" "$@"
