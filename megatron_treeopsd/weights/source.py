@@ -1,17 +1,18 @@
-"""Reading slices of a Hugging Face folder's safetensors under per-expert names, whichever way it is stored."""
+"""Tensors of a Hugging Face folder, by name and slice, however it is stored."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
+from megatron_treeopsd.weights.extent import Extent, Files
 from megatron_treeopsd.weights.rules import Shape, WeightsError, listing
+from megatron_treeopsd.weights.safetensors_file import read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -20,82 +21,79 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FUSED = re.compile(r"(?P<prefix>.*\.mlp\.experts)\.(?P<which>gate_up_proj|down_proj)$")
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor, or the part of a fused one that belongs to one expert."""
+class TensorSource(Protocol):
+    """Tensors under Hugging Face names (one expert per name), read slice by slice.
 
-    file: Path
-    stored: str
-    shape: Shape
-    dtype: str
-    expert: int | None = None
-    first_row: int = 0
+    Attributes:
+        folder: where they are, for messages.
+        shapes, dtypes: of every tensor there is.
+    """
+
+    folder: Path
+
+    @property
+    def shapes(self) -> dict[str, Shape]: ...
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]: ...
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Rows (or columns, by `dim`) start:stop of a tensor, in new memory on the CPU, in the stored dtype."""
+        ...
 
 
 class Source:
     """The tensors of a folder with one `model.safetensors`, or with shards and an index.
 
-    Files are mapped, not read: memory grows with the slices asked for. Raises `WeightsError` for missing or damaged
-    files and for an index that disagrees with them.
+    Memory grows with the slices asked for, not with the files. Raises `WeightsError` for missing or damaged files and
+    for an index that disagrees with them.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[Path, Any] = {}
-        self._views: dict[str, _View] = {}
+        self._files = Files()
+        self._extents: dict[str, Extent] = {}
         for file, expected in _files_of(folder).items():
-            handle = self._open(file)
-            names = set(handle.keys())
-            if expected is not None and names != expected:
+            found = read_header(file)
+            if expected is not None and found.keys() != expected:
                 raise WeightsError(
-                    f"{folder / INDEX} and {file.name} disagree about these tensors:{listing(names ^ expected)}"
+                    f"{folder / INDEX} and {file.name} disagree about these tensors:{listing(found.keys() ^ expected)}"
                 )
-            for name in names:
-                piece = handle.get_slice(name)
-                self._add(file, name, tuple(piece.get_shape()), piece.get_dtype())
+            for name, extent in found.items():
+                self._extents |= _experts(name, extent)
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Name -> shape of every tensor, experts under names of their own."""
-        return {name: view.shape for name, view in self._views.items()}
+        return {name: extent.shape for name, extent in self._extents.items()}
 
     @property
-    def dtypes(self) -> dict[str, str]:
-        """Name -> dtype as safetensors writes it ("F32", "BF16", ...)."""
-        return {name: view.dtype for name, view in self._views.items()}
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: extent.dtype for name, extent in self._extents.items()}
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows (or columns, by `dim`) start:stop of a tensor, on the CPU, in the stored dtype."""
-        view = self._views[name]
-        index = [slice(0, length) for length in view.shape]
-        index[dim] = slice(start, stop)
-        index[0] = slice(view.first_row + index[0].start, view.first_row + index[0].stop)
-        where = tuple(index) if view.expert is None else (view.expert, *index)
-        try:
-            return self._open(view.file).get_slice(view.stored)[where]
-        except SafetensorError as error:
-            raise WeightsError(f"{view.file}: cannot read {view.stored}{list(where)}: {error}") from None
+        extent = self._extents[name]
+        if dim == 0:
+            extent = extent.rows(start, stop)
+            part = torch.empty(extent.shape, dtype=extent.dtype)
+            self._files.read(extent, part)
+        else:
+            part = torch.empty((extent.shape[0], stop - start), dtype=extent.dtype)
+            self._files.read_columns(extent, start, stop, part)
+        return part
 
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{file}: not a readable safetensors file: {error}") from None
-        return self._files[file]
 
-    def _add(self, file: Path, name: str, shape: Shape, dtype: str) -> None:
-        fused = _FUSED.match(name)
-        if fused is None or len(shape) != 3:
-            self._views[name] = _View(file, name, shape, dtype)
-            return
-        rows = shape[1] // 2 if fused["which"] == "gate_up_proj" else shape[1]
-        projections = ("gate_proj", "up_proj") if fused["which"] == "gate_up_proj" else ("down_proj",)
-        for expert in range(shape[0]):
-            for i, projection in enumerate(projections):
-                self._views[f"{fused['prefix']}.{expert}.{projection}.weight"] = _View(
-                    file, name, (rows, shape[2]), dtype, expert, i * rows
-                )
+def _experts(name: str, extent: Extent) -> dict[str, Extent]:
+    """The tensor under its own name; of a fused one, each expert's part under the name that it has when alone."""
+    fused = _FUSED.match(name)
+    if fused is None or len(extent.shape) != 3:
+        return {name: extent}
+    projections = ("gate_proj", "up_proj") if fused["which"] == "gate_up_proj" else ("down_proj",)
+    rows = extent.shape[1] // len(projections)
+    return {
+        f"{fused['prefix']}.{expert}.{projection}.weight": extent.row(expert).rows(i * rows, (i + 1) * rows)
+        for expert in range(extent.shape[0])
+        for i, projection in enumerate(projections)
+    }
 
 
 def _files_of(folder: Path) -> dict[Path, set[str] | None]:
@@ -103,11 +101,11 @@ def _files_of(folder: Path) -> dict[Path, set[str] | None]:
     if (folder / INDEX).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            promised: dict[Path, set[str]] = {}
+            for name, file in weight_map.items():
+                promised.setdefault(folder / file, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{folder / INDEX}: not a safetensors index: {error!r}") from None
-        promised: dict[Path, set[str]] = {}
-        for name, file in weight_map.items():
-            promised.setdefault(folder / file, set()).add(name)
         if absent := [file.name for file in promised if not file.is_file()]:
             raise WeightsError(f"{folder}: the index names files that are missing:{listing(absent)}")
         return dict(promised)

@@ -12,18 +12,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from megatron_treeopsd.weights.extent import bytes_of
 from megatron_treeopsd.weights.rules import Shape
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from megatron_treeopsd.weights.safetensors_file import NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +35,12 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: dict[str, str] | None = None) -> None:
         self._waiting = list(reversed(tensors))
+        self._written = 0  # bytes of the tensor that is next to be completed
         header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
         offset = 0
         for tensor in tensors:
             header[tensor.name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, offset + tensor.nbytes],
             }
@@ -61,12 +53,21 @@ class SafetensorsWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append the next tensor; it must be the one that the header promises."""
-        expected = self._waiting.pop()
-        given = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
-        if given != expected:
-            raise ValueError(f"{self._file.name}: {given} comes where {expected} was announced")
-        if tensor.numel():
-            self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        self.write_rows(name, tensor)
+        if self._written:
+            raise ValueError(f"{self._file.name}: {name} {tuple(tensor.shape)} is not all of {self._waiting[-1]}")
+
+    def write_rows(self, name: str, rows: Tensor) -> None:
+        """Append the next rows of the next tensor. With its last row the one after it is next."""
+        expected = self._waiting[-1]
+        self._written += rows.nbytes
+        given = (name, rows.dtype, tuple(rows.shape[1:]))
+        if given != (expected.name, expected.dtype, expected.shape[1:]) or self._written > expected.nbytes:
+            raise ValueError(f"{self._file.name}: {name} {tuple(rows.shape)} comes where {expected} was announced")
+        self._file.write(bytes_of(rows.detach().cpu().contiguous()))
+        if self._written == expected.nbytes:
+            self._waiting.pop()
+            self._written = 0
 
     def __enter__(self) -> SafetensorsWriter:
         return self
