@@ -236,6 +236,7 @@ class Layout(Section):
 
     tp: int = Field(1, ge=1, description="tensor parallel; sequence parallel is on whenever it is above 1")
     pp: int = Field(1, ge=1, description="pipeline parallel")
+    cp: int = Field(1, ge=1, description="context parallel: ranks that share the rows of one micro-batch")
     ep: int = Field(1, ge=1, description="expert parallel")
     etp: int = Field(1, ge=1, description="tensor parallel inside an expert")
     distributed_optimizer: bool = False

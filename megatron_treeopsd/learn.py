@@ -11,7 +11,7 @@ import torch
 
 from megatron_treeopsd.batch.pack import TrainedTree, pack
 from megatron_treeopsd.batch.packed import PackedTrees
-from megatron_treeopsd.batch.pieces import Piece, cut, share_out
+from megatron_treeopsd.batch.plan import plan_micro_batches
 from megatron_treeopsd.batch.weights import loss_weights
 from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.objective.base import Objective, Report
@@ -132,11 +132,11 @@ class Learner:
 
     def _pack(self, trees: Sequence[TrainedTree], weights: Sequence[np.ndarray]) -> list[PackedTrees]:
         """This data-parallel rank's micro-batches."""
-        budget = self._recipe.packing.micro_batch_tokens
-        pieces = [piece for index, item in enumerate(trees) for piece in cut(item.tree, index, budget)]
         parallel = self._policy.parallel
-        mine: list[list[Piece]] = share_out(pieces, ranks=parallel.dp_size, budget=budget)[parallel.dp_rank]
-        return [pack(part, trees, weights, dtype=self._dtype) for part in mine]
+        planned = plan_micro_batches(
+            [item.tree for item in trees], ranks=parallel.dp_size, budget=self._recipe.packing.micro_batch_tokens
+        )
+        return [pack(pieces, trees, weights, dtype=self._dtype) for pieces in planned[parallel.dp_rank]]
 
 
 def mismatch(trees: Sequence[RolloutTree], behaviour: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:

@@ -56,7 +56,7 @@ def _plan(recipe: Recipe) -> list[str]:
         f"and {recipe.task.max_context_tokens} tokens",
         f"                {update.epochs} epochs x {update.mini_batches} mini-batches "
         f"= {update.epochs * update.mini_batches} optimizer steps",
-        f"layout          tp={layout.tp} pp={layout.pp} ep={layout.ep} etp={layout.etp} on "
+        f"layout          tp={layout.tp} cp={layout.cp} pp={layout.pp} ep={layout.ep} etp={layout.etp} on "
         f"{os.environ.get('WORLD_SIZE', '1')} process(es), distributed optimizer "
         f"{'on' if layout.distributed_optimizer else 'off'}",
     ]

@@ -4,168 +4,101 @@
     causal, chain by chain ─► rows [T, heads * dim]
 
 Exact, not an approximation: a key that several chains share receives the sum of their gradients (PERFORMANCE.md §B).
-No T x T mask exists; masks are as large as the gathered queries times their own path.
+With context parallelism the gathering goes over all ranks that share a micro-batch; nothing else changes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_treeopsd.backend.attention_sdpa import plan_attention, sdpa_attention
+from megatron_treeopsd.backend.attention_varlen import Varlen, flash_varlen, plan_varlen, torch_varlen, varlen_attention
+from megatron_treeopsd.backend.rows import GatherRows
+from megatron_treeopsd.batch.pack import TrainedTree, pack
 from megatron_treeopsd.batch.packed import PackedTrees
-
-MASK_ELEMENTS = 1 << 22
-"""A chain whose mask would be larger is cut into consecutive pieces of queries."""
+from megatron_treeopsd.batch.pieces import cut
+from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class ChainGroup:
-    """`chains` chains of similar lengths, padded to one shape and attended in one call.
+class AttentionKernel:
+    """A way to compute tree attention: `plan` once per micro-batch, `attend` once per layer.
 
     Attributes:
-        chains, queries, keys: shape of the group after padding.
-        mask: bool [chains, 1, queries, keys], True where a query sees a key; None if plain causal.
+        name: what it is and why it was chosen, for people.
+        plan: (micro-batch, dtype of queries and keys) -> a plan, with the rows of the keys to gather as `key_rows`.
+        attend: (query [T, heads, dim], gathered keys and values [len(key_rows), groups, dim], plan, softmax scale)
+            -> [T, heads * dim].
     """
 
-    chains: int
-    queries: int
-    keys: int
-    mask: Tensor | None
+    name: str
+    plan: Callable[[PackedTrees, torch.dtype], Any]
+    attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Which rows attend to which, in the form that the padded kernel wants; one for all layers of a micro-batch.
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """The fastest kernel that is there. Called at start-up.
 
-    Attributes:
-        query_rows: int64 [sum of chains*queries], row of every padded query, group after group.
-        key_rows: int64 [sum of chains*keys], row of every padded key.
-        places: int64 [T], where each row's output stands among the padded queries.
-        groups: the calls to make.
+    Raises RuntimeError if a GPU kernel does not compute what `check_kernel` expects of it.
     """
 
-    query_rows: Tensor
-    key_rows: Tensor
-    places: Tensor
-    groups: tuple[ChainGroup, ...]
+    def sdpa(reason: str) -> AttentionKernel:
+        return AttentionKernel(f"scaled dot product attention ({reason})", plan_attention, sdpa_attention)
+
+    if device.type != "cuda":
+        return sdpa("no GPU")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return sdpa(f"flash attention does not take {dtype}; set model.dtype=bfloat16 for it")
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and importlib.util.find_spec("flash_attn_interface") is not None:
+        kernel = varlen_kernel("FlashAttention 3 (Hopper)", flash_varlen("flash_attn_interface"))
+    elif importlib.util.find_spec("flash_attn") is not None:
+        missing = "flash_attn_interface is not installed" if hopper else "this GPU is not a Hopper"
+        kernel = varlen_kernel(f"FlashAttention 2 (no version 3: {missing})", flash_varlen("flash_attn"))
+    else:
+        kernel = varlen_kernel("torch's flash attention (no flash-attn package is installed)", torch_varlen)
+    check_kernel(kernel, device, dtype)
+    return kernel
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive rows `first` .. `first + queries` that attend to `path`, of which they are the end."""
-
-    first: int
-    queries: int
-    path: Tensor
-
-    @property
-    def starts_its_path(self) -> bool:
-        """Nothing stands before the first query: plain causal attention, which needs no mask."""
-        return self.queries == self.path.numel()
-
-    @property
-    def size_class(self) -> tuple[int, int, bool]:
-        """Runs of one class are padded to one shape."""
-        return (self.queries + 15) // 16, (self.path.numel() + 31) // 32, self.starts_its_path
+def varlen_kernel(name: str, function: Varlen) -> AttentionKernel:
+    return AttentionKernel(name, plan_varlen, partial(varlen_attention, function))
 
 
-def plan_attention(packed: PackedTrees) -> AttentionPlan:
-    """Group chains of similar lengths, so that a few calls do all of them with little padding.
+def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise RuntimeError unless `kernel` aligns its causal mask to the end of the keys.
 
-    Padded queries are copies of a row, padded keys copies of row 0; masks hide the latter from real queries, and the
-    outputs of the former are never read.
+    Aligned to the start, it would run without complaint and train something else. All scores are equal here, so every
+    result is the mean of the values that its row sees: rows 0 to 3 are a path, and rows 4 and 5 fork from row 2.
     """
-    classes: dict[tuple[int, int, bool], list[_Run]] = defaultdict(list)
-    for run in _runs(packed):
-        classes[run.size_class].append(run)
-    query_rows, key_rows, groups = [], [], []
-    places = torch.empty_like(packed.ids)
-    offset = 0
-    for runs in classes.values():
-        paths = torch.nn.utils.rnn.pad_sequence([run.path for run in runs], batch_first=True)
-        first = places.new_tensor([run.first for run in runs])[:, None]
-        length = places.new_tensor([run.queries for run in runs])[:, None]
-        query = torch.arange(max(run.queries for run in runs), device=places.device)
-        rows = first + torch.minimum(query, length - 1)
-        real = query < length
-        places[rows[real]] = offset + torch.arange(rows.numel(), device=places.device).view_as(rows)[real]
-        mask = None
-        if not runs[0].starts_its_path:
-            before = places.new_tensor([run.path.numel() for run in runs])[:, None] - length
-            last_visible = (before + query)[:, None, :, None]
-            mask = torch.arange(paths.shape[1], device=places.device) <= last_visible
-        query_rows.append(rows.flatten())
-        key_rows.append(paths.flatten())
-        groups.append(ChainGroup(len(runs), rows.shape[1], paths.shape[1], mask))
-        offset += rows.numel()
-    return AttentionPlan(torch.cat(query_rows), torch.cat(key_rows), places, tuple(groups))
-
-
-def _runs(packed: PackedTrees) -> Iterator[_Run]:
-    """The chains, cut where their masks would be too large."""
-    query_offsets, key_offsets = packed.query_offsets.tolist(), packed.key_offsets.tolist()
-    for chain, (first, end) in enumerate(pairwise(query_offsets)):
-        path = packed.key_rows[key_offsets[chain] : key_offsets[chain + 1]]
-        before = path.numel() - (end - first)
-        piece = end - first if before == 0 else max(1, MASK_ELEMENTS // path.numel())
-        for start in range(first, end, piece):
-            stop = min(start + piece, end)
-            yield _Run(start, stop - start, path[: before + stop - first])
-
-
-def padded_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Tree attention by torch's `scaled_dot_product_attention`, on any device.
-
-    query [T, heads, dim], key and value [T, groups, dim], rotated; returns [T, heads * dim].
-    """
-    _, heads, width = query.shape
-    queries = GatherRows.apply(query, plan.query_rows)
-    keys = GatherRows.apply(key, plan.key_rows)
-    values = GatherRows.apply(value, plan.key_rows)
-    query_sizes = [group.chains * group.queries for group in plan.groups]
-    key_sizes = [group.chains * group.keys for group in plan.groups]
-    outputs = []
-    for group, q, k, v in zip(
-        plan.groups, queries.split(query_sizes), keys.split(key_sizes), values.split(key_sizes), strict=True
-    ):
-        attended = F.scaled_dot_product_attention(
-            q.view(group.chains, group.queries, heads, width).transpose(1, 2),
-            k.view(group.chains, group.keys, -1, width).transpose(1, 2),
-            v.view(group.chains, group.keys, -1, width).transpose(1, 2),
-            attn_mask=group.mask,
-            is_causal=group.mask is None,
-            scale=scale,
-            enable_gqa=key.shape[1] != heads,
+    tree = RolloutTree(Question("check of the attention kernel", "", ()), [0, 0, 0])
+    for chain, length in enumerate((1, 2)):
+        tree.add(Turn(ROOT, [0] * length, [0.0] * length, terminal=True, chain=chain), merge=False)
+    item = TrainedTree(tree, np.zeros(2), [np.zeros(1), np.zeros(2)])
+    packed = pack(cut(tree, 0, budget=6), [item], [np.zeros(2)]).to(device)
+    plan = kernel.plan(packed, dtype)
+    values = torch.arange(1.0, 7.0, device=device).to(dtype)[:, None, None].expand(6, 1, 64)
+    query = torch.zeros(6, 2, 64, dtype=dtype, device=device)
+    keys = torch.zeros(plan.key_rows.numel(), 1, 64, dtype=dtype, device=device)
+    found = kernel.attend(query, keys, values[plan.key_rows], plan, 1.0)[:, 0].float()
+    expected = found.new_tensor([1, 1.5, 2, 2.5, 2.75, 3.4])
+    if not torch.allclose(found, expected, atol=0.05):
+        raise RuntimeError(
+            f"{kernel.name} does not mask as tree attention needs it: {found.tolist()} instead of {expected.tolist()}. "
+            "It must align a causal mask to the bottom right; install another release of it"
         )
-        outputs.append(attended.transpose(1, 2).reshape(-1, heads * width))
-    return GatherRows.apply(torch.cat(outputs), plan.places)
-
-
-class GatherRows(torch.autograd.Function):
-    """`source.index_select(0, rows)` whose gradient is summed in at least float32: rows may be read many times."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.shape = source.shape
-        return source.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (rows,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-        total.index_add_(0, rows, grad.to(total.dtype))
-        return total.to(grad.dtype), None
 
 
 class Rotate(torch.autograd.Function):
@@ -209,21 +142,6 @@ class TreeSequence(PackedSeqParams):
     sin: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKernel:
-    """A way to compute tree attention: `plan` once per micro-batch, `attend` once per layer.
-
-    The seam for kernels of other devices. A varlen kernel (bottom-right causal, as FlashAttention has it) needs
-    cumulative query and key lengths and `GatherRows` of keys and values, no padding.
-    """
-
-    plan: Callable[[PackedTrees], Any]
-    attend: Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
-
-
-PADDED = AttentionKernel(plan_attention, padded_attention)
-
-
 class TreeAttention(torch.nn.Module):
     """Megatron core attention over a `TreeSequence`. Rotary embedding included: Megatron's own counts rows, not depth.
 
@@ -235,12 +153,14 @@ class TreeAttention(torch.nn.Module):
         config: TransformerConfig,
         *,
         kernel: AttentionKernel,
+        pg_collection: ProcessGroupCollection,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.kernel = kernel
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+        self.sharing = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -255,4 +175,8 @@ class TreeAttention(torch.nn.Module):
         """query [T, heads, dim], key and value [T, groups, dim]; returns [T, heads * dim]."""
         query = Rotate.apply(query, packed_seq_params.cos, packed_seq_params.sin)
         key = Rotate.apply(key, packed_seq_params.cos, packed_seq_params.sin)
-        return self.kernel.attend(query, key, value, packed_seq_params.plan, self.scale)
+        plan = packed_seq_params.plan
+        # together, so that there is one exchange between ranks and not two
+        gathered = GatherRows.apply(torch.cat((key, value), 1), plan.key_rows, self.sharing)
+        keys, values = gathered.split(key.shape[1], 1)
+        return self.kernel.attend(query, keys, values, plan, self.scale)

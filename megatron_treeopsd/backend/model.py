@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_treeopsd.backend.attention import (
-    PADDED,
     AttentionKernel,
-    GatherRows,
     TreeAttention,
     TreeSequence,
+    choose_kernel,
     rotary_table,
 )
 from megatron_treeopsd.backend.logprob import token_logprobs
 from megatron_treeopsd.backend.parallel import ParallelState
+from megatron_treeopsd.backend.rows import GatherRows, JoinEdges
+from megatron_treeopsd.batch.context import share_rows
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.config import Layout, RecipeError
 
@@ -133,6 +133,7 @@ def transformer_config(hf: PretrainedConfig, layout: Layout, *, dtype: torch.dty
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         # Megatron refuses to train experts under tensor parallelism without it.
@@ -232,18 +233,21 @@ class PolicyModel(GPTModel):
         self.kernel = kernel
         self.rope_base = float(hf.rope_parameters["rope_theta"])
 
-    def forward(self, packed: PackedTrees) -> Tensor:
+    def forward(self, packed: PackedTrees, temperature: float = 1.0) -> Tensor:
         """Log-probs [E] (float32, or float64 in a float64 model) of `edge_labels` on the last pipeline stage.
 
-        Earlier stages return the hidden states for the next one.
+        Earlier stages return the hidden states for the next one. `temperature` divides the logits.
         """
         config = self.config
-        packed = pad_rows(packed, config.tensor_model_parallel_size)
-        cos, sin = rotary_table(
-            packed.positions, dim=config.kv_channels, base=self.rope_base, dtype=config.params_dtype
+        context = self.pg_collection.cp
+        share = share_rows(
+            packed, ranks=context.size(), rank=context.rank(), multiple=config.tensor_model_parallel_size
         )
-        sequence = TreeSequence(qkv_format="thd", plan=self.kernel.plan(packed), cos=cos, sin=sin)
-        hidden = self.embedding(packed.ids[None], packed.positions[None]) if self.pre_process else None
+        rows = share.packed
+        cos, sin = rotary_table(rows.positions, dim=config.kv_channels, base=self.rope_base, dtype=config.params_dtype)
+        plan = self.kernel.plan(rows, config.params_dtype)
+        sequence = TreeSequence(qkv_format="thd", plan=plan, cos=cos, sin=sin)
+        hidden = self.embedding(rows.ids[None], rows.positions[None]) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=sequence)
         if not self.post_process:
             return hidden
@@ -257,28 +261,11 @@ class PolicyModel(GPTModel):
             else self.output_layer.weight
         )
         # One row may predict several labels, where a tree forks.
-        predicting = GatherRows.apply(hidden[:, 0], packed.edge_rows)
-        return token_logprobs(predicting, weight, packed.edge_labels, group)
-
-
-def pad_rows(packed: PackedTrees, multiple: int) -> PackedTrees:
-    """Add rows until their number is a positive multiple of `multiple`, as sequence parallelism needs.
-
-    The added rows form a chain of their own, which no other row attends to and no edge reads.
-    """
-    rows = packed.token_count
-    missing = max(multiple, -(-rows // multiple) * multiple) - rows
-    if missing == 0:
-        return packed
-    new = torch.arange(rows, rows + missing, device=packed.ids.device)
-    return replace(
-        packed,
-        ids=torch.cat((packed.ids, torch.zeros_like(new))),
-        positions=torch.cat((packed.positions, new - rows)),
-        query_offsets=torch.cat((packed.query_offsets, new[-1:] + 1)),
-        key_rows=torch.cat((packed.key_rows, new)),
-        key_offsets=torch.cat((packed.key_offsets, packed.key_offsets[-1:] + missing)),
-    )
+        predicting = GatherRows.apply(hidden[:, 0], rows.edge_rows)
+        logprobs, _ = token_logprobs(predicting, weight, rows.edge_labels, group, temperature=temperature)
+        if share.edges is None:
+            return logprobs
+        return JoinEdges.apply(logprobs, share.edges, packed.edge_labels.numel(), context)
 
 
 def build_model(
@@ -290,4 +277,5 @@ def build_model(
     """
     config = transformer_config(hf, layout, dtype=dtype, recompute=recompute)
     engine = uses_transformer_engine(layout)
-    return PolicyModel(config, hf, parallel, kernel=PADDED, transformer_engine=engine).to(parallel.device)
+    kernel = choose_kernel(parallel.device, dtype)
+    return PolicyModel(config, hf, parallel, kernel=kernel, transformer_engine=engine).to(parallel.device)

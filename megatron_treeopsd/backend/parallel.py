@@ -17,12 +17,13 @@ from megatron_treeopsd.config import Layout, RecipeError
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
-    """One process's place in the layout. world = dp_size * tp * pp; experts are spread over data-parallel ranks.
+    """One process's place in the layout. world = dp_size * cp * tp * pp; experts are spread over dp_size * cp ranks.
 
     Attributes:
         rank, world: of all processes.
         dp_rank, dp_size: which share of the micro-batches this process works on, of how many.
         tp, tp_rank: tensor parallel; ranks of one tensor-parallel group hold slices of the same layers.
+        cp, cp_rank: context parallel; ranks of one group share the rows of a micro-batch.
         pp, pp_rank: pipeline parallel; ranks of one pipeline hold consecutive layers.
         ep, ep_rank: expert parallel; ranks of one group hold different experts and exchange tokens.
         etp: tensor parallel inside an expert.
@@ -35,6 +36,8 @@ class ParallelState:
     dp_size: int
     tp: int
     tp_rank: int
+    cp: int
+    cp_rank: int
     pp: int
     pp_rank: int
     ep: int
@@ -73,7 +76,7 @@ def _gather(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def check_world(layout: Layout, world: int) -> None:
     """Raise `RecipeError`, with every factor and the world size, unless the layout divides the world."""
     for name, factors in (
-        ("attention and dense layers", {"tp": layout.tp, "pp": layout.pp}),
+        ("attention and dense layers", {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}),
         ("experts", {"etp": layout.etp, "ep": layout.ep, "pp": layout.pp}),
     ):
         product = 1
@@ -83,8 +86,8 @@ def check_world(layout: Layout, world: int) -> None:
             shown = " * ".join(f"{key}={value}" for key, value in factors.items())
             raise RecipeError(
                 f"layout: {shown} = {product} processes for {name} do not divide the world of {world} "
-                f"(tp={layout.tp} pp={layout.pp} ep={layout.ep} etp={layout.etp}); start a multiple of {product} "
-                "processes or change the layout"
+                f"(tp={layout.tp} cp={layout.cp} pp={layout.pp} ep={layout.ep} etp={layout.etp}); "
+                f"start a multiple of {product} processes or change the layout"
             )
 
 
@@ -110,8 +113,14 @@ def initialize(layout: Layout, seed: int) -> ParallelState:
         _join(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return divide(layout, seed, device)
+
+
+def divide(layout: Layout, seed: int, device: torch.device) -> ParallelState:
+    """Form Megatron's groups among the processes that have joined, and seed their random numbers."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -122,11 +131,13 @@ def initialize(layout: Layout, seed: int) -> ParallelState:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelState(
         rank=dist.get_rank(),
-        world=world,
+        world=dist.get_world_size(),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         tp=layout.tp,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
+        cp=layout.cp,
+        cp_rank=mpu.get_context_parallel_rank(),
         pp=layout.pp,
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         ep=layout.ep,

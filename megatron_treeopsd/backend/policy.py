@@ -24,6 +24,7 @@ from megatron_treeopsd.backend.parallel import ParallelState
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.objective.base import Objective, Report
+from megatron_treeopsd.objective.segments import LogProbError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_NAMED_TURNS = 8
@@ -42,8 +43,8 @@ class UpdateResult:
         grad_norm: of the whole model, before clipping.
         lr: learning rate of the step (that of AdamW where Muon trains the projections).
         reports: what the objective reported for this rank's micro-batches, on the CPU. Ranks that computed the same
-            numbers as another one (tensor and pipeline parallel) have none, so gathering over all ranks gives each
-            report once.
+            numbers as another one (tensor, context and pipeline parallel) have none, so gathering over all ranks gives
+            each report once.
     """
 
     loss: float
@@ -58,6 +59,7 @@ class Policy:
     Attributes:
         model: this rank's `PolicyModel`; `ddp` wraps it with gradient buffers.
         optimizer, scheduler: Megatron's; None steps have been taken at the start.
+        temperature: that of sampling; log-probs are of the distribution that turns were sampled from.
         hf_config: the checkpoint's Hugging Face config.
         parallel: this rank's place in the layout.
     """
@@ -70,6 +72,7 @@ class Policy:
         """
         folder = recipe.model.checkpoint
         self.parallel = parallel
+        self.temperature = recipe.rollout.temperature
         self.hf_config = read_config(folder)
         self.model = build_model(
             self.hf_config,
@@ -94,7 +97,9 @@ class Policy:
             return []
         self.model.eval()
         with torch.no_grad():
-            outputs = self._run(micro_batches, lambda packed, logprobs: (logprobs.sum(), logprobs), train=False)
+            outputs = self._run(
+                micro_batches, lambda _, logprobs: (logprobs.sum(), logprobs), self.temperature, train=False
+            )
         sizes = [packed.edge_labels.numel() for packed in micro_batches]
         joined = torch.cat(outputs) if outputs else torch.empty(sum(sizes), device=self.parallel.device)
         if self.parallel.pp > 1:
@@ -116,14 +121,18 @@ class Policy:
         traces: list[_Trace] = []
 
         def loss_of(packed: PackedTrees, logprobs: Tensor) -> tuple[Tensor, _Trace]:
-            loss, report = objective(logprobs, packed.turns)
+            try:
+                loss, report = objective(logprobs, packed.turns)
+            except LogProbError as error:
+                raise NonFiniteError(f"{packed.name(error.turn)}: {error.problem}") from error
             trace = _Trace(packed, logprobs.detach(), loss.detach(), report)
             if logprobs.requires_grad:
                 logprobs.register_hook(trace.keep_gradient)
             traces.append(trace)
             return loss, trace
 
-        self._run(micro_batches, loss_of, train=True)
+        # What is compared with the behaviour policy is what was sampled from; a plain likelihood has no temperature.
+        self._run(micro_batches, loss_of, self.temperature if objective.uses_behaviour else 1.0, train=True)
         loss = self._total_loss(traces)
         if not math.isfinite(loss):
             raise self._non_finite(f"the loss is {loss}", traces)
@@ -151,12 +160,13 @@ class Policy:
 
     @property
     def _speaks_for_its_model(self) -> bool:
-        return self.parallel.is_last_stage and self.parallel.tp_rank == 0
+        return self.parallel.is_last_stage and self.parallel.tp_rank == self.parallel.cp_rank == 0
 
     def _run(
         self,
         micro_batches: Sequence[PackedTrees],
         finish: Callable[[PackedTrees, Tensor], tuple[Tensor, Any]],
+        temperature: float,
         *,
         train: bool,
     ) -> list[Any]:
@@ -167,7 +177,7 @@ class Policy:
 
         def forward_step(batches: Iterator[PackedTrees], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             packed = next(batches).to(self.parallel.device)
-            return model(packed), partial(loss_function, packed)
+            return model(packed, temperature), partial(loss_function, packed)
 
         def loss_function(packed: PackedTrees, logprobs: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, kept = finish(packed, logprobs)
@@ -193,7 +203,7 @@ class Policy:
     def _non_finite(self, what: str, traces: Sequence[_Trace]) -> NonFiniteError:
         local = [turn for trace in traces for turn in trace.offending_turns()] if self._speaks_for_its_model else []
         turns = [turn for part in process_groups.all_gather_objects(local) for turn in part]
-        named = ", ".join(f"tree {tree} turn {turn}" for tree, turn in turns[:MAX_NAMED_TURNS])
+        named = ", ".join(turns[:MAX_NAMED_TURNS])
         more = f" and {len(turns) - MAX_NAMED_TURNS} more" if len(turns) > MAX_NAMED_TURNS else ""
         source = f"; turns whose log-probs or gradients are not finite: {named}{more}" if turns else ""
         return NonFiniteError(f"{what} in this mini-batch{source}. Lower the learning rate, or look at these turns.")
@@ -212,12 +222,12 @@ class _Trace:
     def keep_gradient(self, gradient: Tensor) -> None:
         self.gradient = gradient.detach()
 
-    def offending_turns(self) -> list[tuple[int, int]]:
+    def offending_turns(self) -> list[str]:
         bad = ~self.logprobs.isfinite()
         if self.gradient is not None:
             bad |= ~self.gradient.isfinite()
         turns = self.packed.turns.turn_of_token[bad].unique().tolist()
-        return [self.packed.origin[turn] for turn in turns]
+        return [self.packed.name(turn) for turn in turns]
 
 
 def _sum_gradients(model: list[Any], _: Tensor | None, **options: Any) -> None:

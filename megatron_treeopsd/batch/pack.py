@@ -11,7 +11,7 @@ import torch
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.pieces import Piece
 from megatron_treeopsd.objective.base import TurnTable
-from megatron_treeopsd.tree import ROOT, RolloutTree
+from megatron_treeopsd.tree import ROOT, RolloutTree, TreeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,25 @@ class TrainedTree:
         tree: the rollout.
         credit: float64 [n_turns].
         behaviour: for each turn float32 [L_v], log-probs of its sampled tokens under the sampling version.
+
+    Raises `TreeError` naming question and turn if their lengths are not those of the tree.
     """
 
     tree: RolloutTree
     credit: np.ndarray
     behaviour: Sequence[np.ndarray]
+
+    def __post_init__(self) -> None:
+        name, turns = f"question {self.tree.question.id}", self.tree.turns
+        for what, given in (("credits", self.credit), ("lists of behaviour log-probs", self.behaviour)):
+            if len(given) != len(turns):
+                raise TreeError(f"{name}: {len(given)} {what} for {len(turns)} turns")
+        for index, (turn, logprobs) in enumerate(zip(turns, self.behaviour, strict=True)):
+            if len(logprobs) != len(turn.sampled_ids):
+                raise TreeError(
+                    f"{name}: turn {index} has {len(turn.sampled_ids)} sampled tokens "
+                    f"but {len(logprobs)} behaviour log-probs"
+                )
 
 
 def pack(
@@ -38,9 +52,14 @@ def pack(
 ) -> PackedTrees:
     """Pack pieces into one micro-batch. `weights[i]` are the loss weights [n_turns] of `trees[i]`.
 
-    `dtype` is that of behaviour, credit and weight. Without pieces the result has one row that nothing is trained on,
-    so that a rank without work can still take part in the forward pass.
+    `dtype` is that of behaviour, credit and weight. Turns without sampled tokens are context only. Without pieces the
+    result has one row that nothing is trained on, so that a rank without work can still take part in the forward pass.
+
+    Raises `TreeError` naming the question if there is not one weight for each of its turns.
     """
+    for item, given in zip(trees, weights, strict=True):
+        if len(given) != len(item.tree.turns):
+            raise TreeError(f"question {item.tree.question.id}: {len(given)} weights for {len(item.tree.turns)} turns")
     rows = _Rows()
     edges: list[tuple[int, np.ndarray]] = []
     origin: list[tuple[int, int]] = []
@@ -87,6 +106,7 @@ def pack(
         edge_labels=torch.from_numpy(_concatenate(labels, np.int64)),
         turns=turns,
         origin=tuple(origin),
+        questions=tuple(owner.tree.question.id for owner in owners),
     )
 
 

@@ -39,6 +39,7 @@ class PackedTrees:
         edge_rows, edge_labels: int64 [E].
         turns: the turn table over the E edges.
         origin: for each turn, (index of its tree in the list that was packed, index of the turn in that tree).
+        questions: for each turn, the id of its question; for messages.
     """
 
     ids: Tensor
@@ -50,6 +51,7 @@ class PackedTrees:
     edge_labels: Tensor
     turns: TurnTable
     origin: tuple[tuple[int, int], ...] = ()
+    questions: tuple[str, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -61,6 +63,12 @@ class PackedTrees:
         queries, keys = self.query_offsets.diff(), self.key_offsets.diff()
         return int((queries * (2 * keys - queries + 1) // 2).sum())
 
+    def name(self, turn: int) -> str:
+        """What a message should call turn `turn` of the turn table."""
+        return f"question {self.questions[turn]} turn {self.origin[turn][1]}"
+
     def to(self, device: torch.device) -> PackedTrees:
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "origin"}
+        moved = {
+            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in ("origin", "questions")
+        }
         return replace(self, **moved)

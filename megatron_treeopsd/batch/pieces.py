@@ -1,13 +1,17 @@
-"""Cutting trees into pieces that fit a micro-batch, and sharing the pieces out evenly.
+"""Cutting trees into pieces that fit a micro-batch.
 
-A piece owns some turns of one tree and carries their ancestors as untrained context. A tree that fits the token
-budget is one piece. A larger one is cut between chains, walked depth first, so that each new piece duplicates only
-the path to the first chain it owns; every turn is owned by exactly one piece.
+A piece owns some rollout chains of one tree, with all their turns, and carries the ancestors of those turns as
+untrained context. Every turn is owned by exactly one piece.
+
+The rule: chains are listed depth first, the deepest fork of a chain first, and the list is cut where the sum of tokens
+over all pieces is smallest. Each further piece repeats the path to the deepest fork in it, so shallow forks, whose
+context is short, are the ones that are cut off. Among all ways to cut that list this one is the best; tests compare it
+with the best of all ways to group the chains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,8 +36,19 @@ class Piece:
     pairs: int
 
 
+def count_pairs(before: int, rows: int) -> int:
+    """Query-key pairs of `rows` consecutive rows, each of which sees itself and all in front of it, `before` at first.
+
+    Of the only branch of the example in `megatron_treeopsd.tree`, two rows behind seven: 8 + 9 = 17.
+    """
+    return rows * (2 * before + rows + 1) // 2
+
+
 def tree_chains(tree: RolloutTree) -> list[tuple[int, ...]]:
-    """The turns of each rollout chain, depth first: a trunk, then what forks from it, then the next trunk."""
+    """The turns of each rollout chain, depth first: a trunk, then what forks from it, deepest fork first.
+
+    Raises `TreeError` naming the question if the turns of a chain are not one path.
+    """
     members: dict[int, list[int]] = {}
     for index, turn in enumerate(tree.turns):
         members.setdefault(turn.chain, []).append(index)
@@ -41,8 +56,9 @@ def tree_chains(tree: RolloutTree) -> list[tuple[int, ...]]:
         for before, after in pairwise(turns):
             if tree.turns[after].parent != before:
                 raise TreeError(f"question {tree.question.id}: the turns {turns} of chain {chain} are not one path")
+    depths = tree.turn_depths()
     forks: dict[int, list[int]] = {}
-    for chain, turns in members.items():
+    for chain, turns in sorted(members.items(), key=lambda item: -depths[item[1][0]]):
         parent = tree.turns[turns[0]].parent
         forks.setdefault(ROOT if parent == ROOT else tree.turns[parent].chain, []).append(chain)
     order: list[tuple[int, ...]] = []
@@ -55,66 +71,47 @@ def tree_chains(tree: RolloutTree) -> list[tuple[int, ...]]:
 
 
 def cut(tree: RolloutTree, index: int, budget: int) -> list[Piece]:
-    """Cut a tree into pieces of at most `budget` tokens.
+    """Cut a tree into pieces of at most `budget` tokens, by the rule above. `index` becomes `Piece.tree`.
 
-    Raises `TreeError` naming question and turn if a single path does not fit.
+    A tree that fits is one piece, one without turns none. Raises `TreeError` naming question and turn if a path does
+    not fit, or if there is no prompt in front of a turn.
     """
-    pieces: list[Piece] = []
-    chains: list[tuple[int, ...]] = []
+    _check(tree, budget)
+    chains = tree_chains(tree)
+    best: list[tuple[int, list[Piece]]] = [(0, [])]  # tokens and pieces of chains[start:], last start first
+    for start in reversed(range(len(chains))):
+        options = []
+        for stop, tokens, pairs in _grow(tree, chains, start, budget):
+            rest_tokens, rest = best[len(chains) - stop]
+            options.append((tokens + rest_tokens, [Piece(index, tuple(chains[start:stop]), tokens, pairs), *rest]))
+        best.append(min(options, key=lambda option: (option[0], len(option[1]))))
+    return best[-1][1]
+
+
+def _grow(tree: RolloutTree, chains: list[tuple[int, ...]], start: int, budget: int) -> Iterator[tuple[int, int, int]]:
+    """(stop, tokens, pairs) of the piece chains[start:stop], for every stop at which it fits."""
     present: set[int] = set()
-    tokens = pairs = 0
-    depths = tree.turn_depths()
-    for chain in tree_chains(tree):
-        end = depths[chain[-1]] + len(tree.turns[chain[-1]])
-        if end > budget:
-            raise TreeError(
-                f"question {tree.question.id}: the path to turn {chain[-1]} has {end} tokens, "
-                f"more than packing.micro_batch_tokens={budget}"
-            )
-        path = tree.path(chain[-1])
-        fresh = _new_tokens(tree, path, present, bool(chains))
-        if chains and tokens + fresh > budget:
-            pieces.append(Piece(index, tuple(chains), tokens, pairs))
-            chains, present, tokens, pairs = [], set(), 0, 0
-            fresh = end
-        chains.append(chain)
-        present.update(path)
+    tokens = len(tree.prompt_ids)
+    pairs = count_pairs(0, tokens)
+    for stop in range(start, len(chains)):
+        path = tree.path(chains[stop][-1])
+        fresh = sum(len(tree.turns[turn]) for turn in path if turn not in present)
+        known = len(tree.prompt_ids) + sum(len(tree.turns[turn]) for turn in path if turn in present)
         tokens += fresh
-        pairs += fresh * (2 * end - fresh + 1) // 2
-    if chains:
-        pieces.append(Piece(index, tuple(chains), tokens, pairs))
-    return pieces
+        if tokens > budget:
+            return
+        pairs += count_pairs(known, fresh)
+        present.update(path)
+        yield stop + 1, tokens, pairs
 
 
-def _new_tokens(tree: RolloutTree, path: Sequence[int], present: set[int], prompt_present: bool) -> int:
-    new = sum(len(tree.turns[turn]) for turn in path if turn not in present)
-    return new + (0 if prompt_present else len(tree.prompt_ids))
-
-
-def share_out(
-    pieces: Sequence[Piece], *, ranks: int, budget: int, pair_cost: float = 1 / 1024
-) -> list[list[list[Piece]]]:
-    """Distribute pieces over data-parallel ranks and micro-batches: result[rank][micro_batch] is a list of pieces.
-
-    Longest piece first to the least loaded rank; the load of a piece is its tokens plus `pair_cost` for each
-    query-key pair. Within a rank, micro-batches are filled first-fit up to `budget` tokens. Every rank gets the same
-    number of micro-batches (expert parallelism needs all ranks in every forward pass), the last ones possibly empty.
-    """
-    loads = [0.0] * ranks
-    micro: list[list[list[Piece]]] = [[] for _ in range(ranks)]
-    fill: list[list[int]] = [[] for _ in range(ranks)]
-    for piece in sorted(pieces, key=lambda p: (-(p.tokens + pair_cost * p.pairs), p.tree, p.chains)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
-        loads[rank] += piece.tokens + pair_cost * piece.pairs
-        for slot, used in enumerate(fill[rank]):
-            if used + piece.tokens <= budget:
-                micro[rank][slot].append(piece)
-                fill[rank][slot] += piece.tokens
-                break
-        else:
-            micro[rank].append([piece])
-            fill[rank].append(piece.tokens)
-    count = max(1, *(len(slots) for slots in micro))
-    for slots in micro:
-        slots += [[] for _ in range(count - len(slots))]
-    return micro
+def _check(tree: RolloutTree, budget: int) -> None:
+    if tree.turns and not tree.prompt_ids:
+        raise TreeError(f"question {tree.question.id}: turn 0 has no prompt in front of it, so nothing predicts it")
+    for index, (turn, depth) in enumerate(zip(tree.turns, tree.turn_depths(), strict=True)):
+        if depth + len(turn) > budget:
+            raise TreeError(
+                f"question {tree.question.id}: turn {index} has {len(turn)} tokens behind {depth} others, so its path "
+                f"of {depth + len(turn)} does not fit packing.micro_batch_tokens={budget}; raise it, or lower "
+                "task.max_context_tokens"
+            )

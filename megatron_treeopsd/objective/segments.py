@@ -16,6 +16,7 @@ class LogProbError(ValueError):
     def __init__(self, turn: int, problem: str) -> None:
         super().__init__(f"turn {turn} of the micro-batch: {problem}")
         self.turn = turn
+        self.problem = problem
 
 
 def log_ratios(logprobs: Tensor, turns: TurnTable) -> Tensor:

@@ -47,36 +47,10 @@ def layout(**sizes: int) -> Iterator[tuple]:  # type: ignore[type-arg]
         return
 
     from megatron.core import parallel_state as mpu
-    from megatron.core import tensor_parallel
 
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=chosen.tp,
-        pipeline_model_parallel_size=chosen.pp,
-        expert_model_parallel_size=chosen.ep,
-        expert_tensor_parallel_size=chosen.etp,
-        create_gloo_process_groups=False,
-    )
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield (
-        chosen,
-        parallel.ParallelState(
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-            dp_rank=mpu.get_data_parallel_rank(),
-            dp_size=mpu.get_data_parallel_world_size(),
-            tp=chosen.tp,
-            tp_rank=mpu.get_tensor_model_parallel_rank(),
-            pp=chosen.pp,
-            pp_rank=mpu.get_pipeline_model_parallel_rank(),
-            ep=chosen.ep,
-            ep_rank=mpu.get_expert_model_parallel_rank(),
-            etp=chosen.etp,
-            device=torch.device("cpu"),
-        ),
-    )
+    yield chosen, parallel.divide(chosen, 1, torch.device("cpu"))
     dist.barrier()
     mpu.destroy_model_parallel()

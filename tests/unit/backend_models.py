@@ -146,6 +146,7 @@ def pack_forest(forest: list[list[list[int]]], *, share: bool, dtype: torch.dtyp
         edge_labels=torch.tensor(labels, dtype=torch.int64),
         turns=table,
         origin=tuple(origin),
+        questions=tuple(f"q{t}" for t, _ in origin),
     )
 
 

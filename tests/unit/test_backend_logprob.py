@@ -28,7 +28,7 @@ def test_value_and_gradient(chunk_elements: int, monkeypatch: pytest.MonkeyPatch
     hidden, weight, labels, upstream = problem(10, torch.float64)
     results = []
     for compute in (
-        lambda h, w: token_logprobs(h, w, labels),
+        lambda h, w: token_logprobs(h, w, labels)[0],
         lambda h, w: (h @ w.t()).log_softmax(-1).gather(1, labels[:, None])[:, 0],
     ):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -40,13 +40,13 @@ def test_value_and_gradient(chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_logits_do_not_overflow() -> None:
-    values = token_logprobs(torch.full((1, 1), 1e4), torch.tensor([[1.0], [0.5]]), torch.tensor([1]))
+    values, _ = token_logprobs(torch.full((1, 1), 1e4), torch.tensor([[1.0], [0.5]]), torch.tensor([1]))
     assert values.tolist() == [-5000.0]
 
 
 def test_low_precision_input_gives_float32() -> None:
     hidden, weight, labels, _ = problem(5, torch.bfloat16)
-    values = token_logprobs(hidden, weight, labels)
+    values, _ = token_logprobs(hidden, weight, labels)
     assert values.dtype == torch.float32
     expected = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(values.double(), expected, atol=0.1, rtol=0.05)
@@ -55,7 +55,7 @@ def test_low_precision_input_gives_float32() -> None:
 def test_no_rows() -> None:
     weight = torch.randn(11, 6, requires_grad=True)
     hidden = torch.randn(0, 6, requires_grad=True)
-    values = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
+    values, _ = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
     (values.sum() * 0).backward()
     assert values.shape == (0,)
     assert weight.grad is not None

@@ -22,9 +22,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from megatron_treeopsd import weights
 from megatron_treeopsd.backend import parallel
-from megatron_treeopsd.backend.model import build_model, check_model, pad_rows
+from megatron_treeopsd.backend.model import build_model, check_model
 from megatron_treeopsd.backend.parallel import ParallelState, check_world
 from megatron_treeopsd.backend.policy import NonFiniteError, Policy
+from megatron_treeopsd.batch.context import pad_rows
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.config import Layout, RecipeError
 from megatron_treeopsd.objective.base import Objective, Report, TurnTable
@@ -213,8 +214,7 @@ class NotANumber(Objective):
 def test_not_a_number_names_the_turn(where: str, state: ParallelState, checkpoint: Path) -> None:
     policy = Policy(recipe(checkpoint), state)
     packed = batch()
-    tree, turn = packed.origin[3]
-    with pytest.raises(NonFiniteError, match=f"{where} is nan.*: tree {tree} turn {turn}"):
+    with pytest.raises(NonFiniteError, match=f"{where} is nan.*: {packed.name(3)}"):
         policy.update([packed], NotANumber(3, where))
 
 
@@ -238,7 +238,8 @@ def test_no_micro_batches(state: ParallelState, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "world", "message"),
     [
-        ({"tp": 2}, 3, r"tp=2 \* pp=1 = 2 processes .* world of 3 \(tp=2 pp=1 ep=1 etp=1\)"),
+        ({"tp": 2}, 3, r"tp=2 \* cp=1 \* pp=1 = 2 processes .* world of 3 \(tp=2 cp=1 pp=1 ep=1 etp=1\)"),
+        ({"tp": 2, "cp": 2}, 6, r"tp=2 \* cp=2 \* pp=1 = 4 processes .* world of 6"),
         ({"ep": 4}, 2, r"etp=1 \* ep=4 \* pp=1 = 4 processes for experts do not divide the world of 2"),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 from trees import random_tree
 
 from megatron_treeopsd.batch.pack import TrainedTree, pack
-from megatron_treeopsd.batch.pieces import cut, share_out, tree_chains
+from megatron_treeopsd.batch.pieces import cut
+from megatron_treeopsd.batch.plan import plan_micro_batches
 from megatron_treeopsd.batch.weights import loss_weights, turn_multiplicities
 from megatron_treeopsd.config import Update
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
@@ -50,9 +51,8 @@ def test_every_turn_is_trained_once_behind_its_own_path(seed: int, budget: int) 
     trees = [random_tree(seed * 10 + i) for i in range(3)]
     items = [trained(tree) for tree in trees]
     weights = loss_weights(trees, Update())
-    pieces = [piece for index, tree in enumerate(trees) for piece in cut(tree, index, budget)]
     seen = []
-    for micro in share_out(pieces, ranks=1, budget=budget)[0]:
+    for micro in plan_micro_batches(trees, ranks=1, budget=budget)[0]:
         packed = pack(micro, items, weights)
         assert packed.token_count == sum(piece.tokens for piece in micro) <= budget
         assert packed.pair_count == sum(piece.pairs for piece in micro)
@@ -63,6 +63,7 @@ def test_every_turn_is_trained_once_behind_its_own_path(seed: int, budget: int) 
             start, stop = packed.turns.offsets[turn : turn + 2].tolist()
             edges, labels = packed.edge_rows[start:stop], packed.edge_labels[start:stop]
             assert labels.tolist() == tree.turns[index].sampled_ids
+            assert packed.name(turn) == f"question {tree.question.id} turn {index}"
             prefix = tree.path_ids(tree.turns[index].parent) + tree.turns[index].sampled_ids[:-1]
             path = next(p for p in rows_of.values() if int(edges[-1]) in p.tolist())
             upto = path[: path.tolist().index(int(edges[-1])) + 1]
@@ -78,51 +79,52 @@ def test_every_turn_is_trained_once_behind_its_own_path(seed: int, budget: int) 
     assert sorted(seen) == [(t, i) for t, tree in enumerate(trees) for i in range(len(tree.turns))]
 
 
-def test_an_uncut_tree_has_no_token_twice() -> None:
-    for seed in range(20):
-        tree = random_tree(seed)
-        (piece,) = cut(tree, 0, 10_000)
-        assert piece.tokens == tree.token_count
-
-
-def test_cutting_duplicates_at_most_one_path_a_piece() -> None:
-    for seed in range(20):
-        tree = random_tree(seed, trunks=6)
-        longest = max(len(tree.path_ids(index)) for index in tree.terminals())
-        pieces = cut(tree, 0, 2 * longest)
-        assert len(pieces) > 1
-        assert sum(piece.tokens for piece in pieces) - tree.token_count <= (len(pieces) - 1) * longest
-
-
-def test_a_path_longer_than_the_budget_names_question_and_turn() -> None:
-    with pytest.raises(TreeError, match=r"question q: the path to turn 1 has 9 tokens.*micro_batch_tokens=8"):
-        cut(example(), 0, 8)
-
-
-def test_chains_walk_depth_first() -> None:
+def test_a_micro_batch_without_pieces() -> None:
     tree = example()
-    tree.add(Turn(ROOT, [4], [-1.0], terminal=True, reward=0.0, chain=2))
-    assert tree_chains(tree) == [(0, 1), (2,), (3,)]
-
-
-def test_pieces_are_balanced_over_ranks() -> None:
-    trees = [random_tree(seed, max_length=3 + seed % 17) for seed in range(200)]
-    pieces = [piece for index, tree in enumerate(trees) for piece in cut(tree, index, 2_000)]
-    shares = share_out(pieces, ranks=8, budget=2_000)
-    assert sorted(p.tree for rank in shares for micro in rank for p in micro) == sorted(p.tree for p in pieces)
-    assert len({len(rank) for rank in shares}) == 1
-    loads = [sum(p.tokens + p.pairs / 1024 for micro in rank for p in micro) for rank in shares]
-    assert max(loads) / np.mean(loads) <= 1.05
-
-
-def test_a_rank_without_work_gets_an_empty_micro_batch() -> None:
-    tree = example()
-    shares = share_out(cut(tree, 0, 100), ranks=2, budget=100)
-    assert [len(rank) for rank in shares] == [1, 1]
-    empty = pack(shares[1][0], [trained(tree)], loss_weights([tree], Update()))
+    empty = pack([], [trained(tree)], loss_weights([tree], Update()))
     assert empty.token_count == 1
     assert empty.turns.turn_count == 0
     assert empty.edge_rows.numel() == 0
+    assert pack([], [], []).token_count == 1
+
+
+def test_a_tree_of_one_leaf() -> None:
+    tree = RolloutTree(Question("q", "text", ("a",)), [1, 7])
+    tree.add(Turn(ROOT, [5, 8], [-1.0, -2.0], terminal=True, reward=1.0))
+    packed = pack(cut(tree, 0, 100), [trained(tree)], loss_weights([tree], Update()))
+    assert packed.ids.tolist() == [1, 7, 5, 8]
+    assert packed.key_rows.tolist() == [0, 1, 2, 3]
+    assert packed.edge_rows.tolist() == [1, 2]
+    assert packed.turns.weight.tolist() == [1.0]
+
+
+def test_a_turn_without_sampled_tokens_is_context() -> None:
+    tree = example()
+    tree.turns[0].sampled_ids, tree.turns[0].sampled_logprobs = [], []
+    packed = pack(cut(tree, 0, 100), [trained(tree)], loss_weights([tree], Update()))
+    assert packed.ids.tolist() == [1, 7, 9, 9, 3, 4, 3, 2]
+    assert packed.origin == ((0, 1), (0, 2))
+    assert packed.edge_rows.tolist() == [3, 4, 3, 6]
+    assert packed.turns.weight.tolist() == [0.5, 0.5]
+
+
+def test_turns_are_named() -> None:
+    tree = example()
+    packed = pack(cut(tree, 0, 100), [trained(tree)], loss_weights([tree], Update()))
+    assert [packed.name(turn) for turn in range(3)] == ["question q turn 0", "question q turn 1", "question q turn 2"]
+
+
+def test_mismatched_lengths_name_question_and_turn() -> None:
+    tree = example()
+    good = trained(tree)
+    with pytest.raises(TreeError, match="question q: 2 credits for 3 turns"):
+        TrainedTree(tree, good.credit[:2], good.behaviour)
+    with pytest.raises(TreeError, match="question q: 2 lists of behaviour log-probs for 3 turns"):
+        TrainedTree(tree, good.credit, good.behaviour[:2])
+    with pytest.raises(TreeError, match="question q: turn 1 has 2 sampled tokens but 3 behaviour log-probs"):
+        TrainedTree(tree, good.credit, [good.behaviour[0], np.zeros(3), good.behaviour[2]])
+    with pytest.raises(TreeError, match="question q: 2 weights for 3 turns"):
+        pack(cut(tree, 0, 100), [good], [np.ones(2)])
 
 
 def test_weights_by_hand() -> None:

@@ -56,3 +56,45 @@ def random_tree(
             chain += 1
     tree.check()
     return tree
+
+
+def search_tree(
+    seed: int, *, tokens: int = 480, turns: int = 24, prompt: float = 0.1, trunks: int = 4, forks: int = 2
+) -> RolloutTree:
+    """A tree of the shape of PERFORMANCE.md: every leaf has about `tokens` tokens in `turns` turns behind a prompt.
+
+    Forks leave their trunk after a turn drawn uniformly; half of each turn is sampled, half is observation. Nothing is
+    merged.
+    """
+    rng = random.Random(seed)
+    tree = RolloutTree(Question(f"q{seed}", "text", ("answer",)), [1] * max(1, int(prompt * tokens)))
+    length = (tokens - len(tree.prompt_ids)) // turns
+
+    def play(node: int, first: int, chain: int) -> int:
+        for index in range(first, turns):
+            last = index == turns - 1
+            sampled = length if last else (length + 1) // 2
+            node = tree.add(
+                Turn(
+                    node,
+                    [rng.randrange(1, 50) for _ in range(sampled)],
+                    [-rng.random() for _ in range(sampled)],
+                    [rng.randrange(1, 50) for _ in range(length - sampled)],
+                    terminal=last,
+                    reward=float(rng.random() < 0.4) if last else None,
+                    chain=chain,
+                ),
+                merge=False,
+            )
+        return node
+
+    ends = [play(ROOT, 0, chain) for chain in range(trunks)]
+    chain = trunks
+    for end in ends:
+        path = tree.path(end)
+        for _ in range(forks):
+            first = rng.randrange(1, turns)
+            play(path[first - 1], first, chain)
+            chain += 1
+    tree.check()
+    return tree
