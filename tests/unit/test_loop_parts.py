@@ -1,0 +1,95 @@
+"""The small pure parts of the loop: what a step reports, which questions are evaluated, what may change on resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trees import random_tree
+
+from megatron_treeopsd.cli import main
+from megatron_treeopsd.config import RecipeError, load_recipe
+from megatron_treeopsd.errors import is_user_error
+from megatron_treeopsd.learn import mismatch
+from megatron_treeopsd.plan import describe, missing
+from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics
+from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
+
+pytestmark = pytest.mark.fast
+
+
+def two_leaves() -> RolloutTree:
+    """One search turn, then an answer drawn three times (right) and a turn without an answer (wrong)."""
+    tree = RolloutTree(Question("q", "text", ("a",)), [1])
+    tree.add(Turn(ROOT, [2, 3], [-1.0, -2.0], [9]))
+    tree.add(Turn(0, [4], [-0.5], terminal=True, reward=1.0, prediction="a", multiplicity=3))
+    tree.add(Turn(0, [5], [-0.7], terminal=True, reward=0.0, chain=1))
+    return tree
+
+
+def test_rollout_metrics_count_trajectories_not_turns() -> None:
+    even = RolloutTree(Question("e", "text", ("a",)), [1])
+    even.add(Turn(ROOT, [4], [-0.5], terminal=True, reward=0.0, multiplicity=4))
+    values = rollout_metrics([two_leaves(), even])
+    assert values["rollout/leaves"] == 8
+    assert values["rollout/reward_mean"] == pytest.approx(3 / 8)
+    assert values["rollout/exact_match"] == pytest.approx(3 / 8)
+    assert values["rollout/no_answer_share"] == pytest.approx(5 / 8)
+    assert values["rollout/turns_mean"] == pytest.approx((4 * 2 + 4 * 1) / 8)
+    assert values["rollout/zero_variance_share"] == 0.5
+
+
+def test_mismatch_by_hand() -> None:
+    tree = two_leaves()
+    behaviour = [np.array([-1.1, -2.0]), np.array([-0.5]), np.array([-0.5])]
+    values = mismatch([tree], [behaviour])
+    assert values["mismatch/logprob_abs_mean"] == pytest.approx((0.1 + 0.2) / 4)
+    assert values["mismatch/logprob_abs_max"] == pytest.approx(0.2)
+    assert values["mismatch/turn_ratio_error_max"] == pytest.approx(1 - np.exp(-0.2))
+
+
+def test_evaluation_questions_are_the_same_for_every_run() -> None:
+    questions = [Question(str(i), "text", ("a",)) for i in range(50)]
+    chosen = evaluation_sample(questions, 10)
+    assert chosen == evaluation_sample(questions, 10)
+    assert len({question.id for question in chosen}) == 10
+    assert len(evaluation_sample(questions, 80)) == 50
+
+
+def test_a_resumed_run_may_end_later_but_not_learn_otherwise() -> None:
+    old = load_recipe(["steps=5"])
+    check_same_run(old, load_recipe(["steps=9", "checkpoint.every_steps=2", "logging.report=false"]))
+    with pytest.raises(RecipeError, match=r"optimizer: .*0\.0003.* -> .*0\.1"):
+        check_same_run(old, load_recipe(["steps=5", "optimizer.lr=0.1"]))
+
+
+def test_errors_of_this_package_are_for_users_and_others_are_not() -> None:
+    assert is_user_error(RecipeError("x"))
+    assert is_user_error(TreeError("x"))
+    assert is_user_error(FileNotFoundError("x"))
+    assert not is_user_error(ValueError("x"))
+    assert not is_user_error(ZeroDivisionError("x"))
+
+
+def test_a_plan_says_what_is_missing(tmp_path: Path) -> None:
+    recipe = load_recipe([f"task.data={tmp_path}", f"run={tmp_path / 'run'}", "steps=2"])
+    problems = missing(recipe)
+    assert [problem.split(":")[0] for problem in problems] == ["task.data"] * 3
+    text = describe(recipe)
+    assert "16 questions x 12 leaves = 192 trajectories" in text
+    assert "1.8 M, " in text
+
+
+def test_the_command_line_answers_a_mistake_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "objective.radios=1", "steps=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: objective.radios")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_of_random_trees_are_in_range(seed: int) -> None:
+    values = rollout_metrics([random_tree(seed), random_tree(seed + 100)])
+    for name in ("reward_mean", "exact_match", "no_answer_share", "zero_variance_share"):
+        assert 0 <= values[f"rollout/{name}"] <= 1
