@@ -51,9 +51,10 @@ def token_logprobs(
 
 def _gather(group: dist.ProcessGroup, statistics: Tensor) -> Tensor:
     """[kinds, R] of each rank to [ranks, kinds, R]."""
-    everywhere = statistics.new_empty((group.size(), *statistics.shape))
+    kinds, rows = statistics.shape
+    everywhere = statistics.new_empty((group.size() * kinds, rows))
     dist.all_gather_into_tensor(everywhere, statistics, group=group)
-    return everywhere
+    return everywhere.view(group.size(), kinds, rows)
 
 
 class _TokenLogProbs(torch.autograd.Function):

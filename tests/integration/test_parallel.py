@@ -56,6 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(2, {"ep": 2}, id="ep2"),
         pytest.param(2, {"pp": 2}, id="pp2"),
         pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {"cp": 2}, id="cp2"),
+        pytest.param(2, {"cp": 2, "ep": 2}, id="cp2-ep2"),
+        pytest.param(4, {"cp": 2, "tp": 2, "ep": 2}, id="cp2-tp2-ep2"),
+        pytest.param(4, {"cp": 2, "pp": 2}, id="cp2-pp2"),
         pytest.param(4, {"tp": 2, "pp": 2, "ep": 2}, id="tp2-pp2-ep2"),
     ],
 )
