@@ -71,6 +71,7 @@ class _LinearLogProbs(torch.autograd.Function):
         entropies = combined[2] if entropy else None
         if entropies is not None:
             ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod

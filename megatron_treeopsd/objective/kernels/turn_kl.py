@@ -97,6 +97,7 @@ class _TurnKL(torch.autograd.Function):
             log_ratios(logprobs, turns)
         ctx.save_for_backward(coefficient)
         ctx.mark_non_differentiable(per_turn, kl_behaviour)
+        ctx.set_materialize_grads(False)  # or zeros would be made for them
         return loss, per_turn, kl_behaviour
 
     @staticmethod
