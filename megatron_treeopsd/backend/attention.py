@@ -121,13 +121,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return (x * cos).addcmul_(swapped, sin, value=direction)
 
 
-def rotary_table(positions: Tensor, *, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    positions: Tensor,
+    *,
+    dim: int,
+    base: float,
+    dtype: torch.dtype,
+    scaling: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, dim] of every row's rotation, for pairs (i, i + dim / 2); sin is negative in the first half.
 
-    Angles are computed in at least float32.
+    Angles are computed in at least float32. `scaling` changes the angles per position, [dim / 2].
     """
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, device=positions.device).to(wide) / dim)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
     angles = positions.to(wide)[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

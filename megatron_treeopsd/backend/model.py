@@ -2,7 +2,7 @@
 
     PackedTrees ─► embedding ─► layers (tree attention) ─► norm ─► hidden states of `edge_rows` ─► log-probs [E]
 
-Supported families: Qwen3 (dense) and Qwen3-MoE.
+Supported families: Qwen3 (dense), Qwen3-MoE, and Llama 3.x.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from megatron_treeopsd.backend.attention import (
 )
 from megatron_treeopsd.backend.logprob import token_logprobs
 from megatron_treeopsd.backend.parallel import ParallelState
+from megatron_treeopsd.backend.rope import ROPE_TYPES, scaling_of
 from megatron_treeopsd.backend.rows import GatherRows, JoinEdges
 from megatron_treeopsd.batch.context import share_rows
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.config import Layout, RecipeError
 
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -66,14 +67,16 @@ def check_model(hf: PretrainedConfig, layout: Layout) -> None:
     expected = {
         "hidden_act": (hf.hidden_act, "silu"),
         "attention_bias": (hf.attention_bias, False),
-        "use_sliding_window": (hf.use_sliding_window, False),
-        "rope_type": (hf.rope_parameters["rope_type"], "default"),
+        "mlp_bias": (getattr(hf, "mlp_bias", False), False),
+        "use_sliding_window": (getattr(hf, "use_sliding_window", False), False),
         "decoder_sparse_step": (getattr(hf, "decoder_sparse_step", 1), 1),
         "mlp_only_layers": (getattr(hf, "mlp_only_layers", []), []),
     }
     for key, (value, supported) in expected.items():
         if value != supported:
             raise RecipeError(f"{hf.model_type}: {key}={value!r} is not supported, only {supported!r}")
+    if (rope_type := hf.rope_parameters["rope_type"]) not in ROPE_TYPES:
+        raise RecipeError(f"{hf.model_type}: rope_type={rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}")
 
     divisions = [
         ("num_attention_heads", hf.num_attention_heads, "tp", layout.tp),
@@ -124,7 +127,7 @@ def transformer_config(hf: PretrainedConfig, layout: Layout, *, dtype: torch.dty
         "activation_func": F.silu,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": True,
+        "qk_layernorm": hf.model_type != "llama",
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -194,7 +197,7 @@ class RMSNorm(nn.Module):
 
 def layer_spec(config: TransformerConfig, *, kernel: AttentionKernel, transformer_engine: bool) -> Any:
     """Megatron's layer spec with `TreeAttention` as its core attention."""
-    shape = {"num_experts": config.num_moe_experts, "qk_layernorm": True}
+    shape = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     attention = functools.partial(TreeAttention, kernel=kernel)
     if transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(**shape, moe_grouped_gemm=config.moe_grouped_gemm)
@@ -203,7 +206,9 @@ def layer_spec(config: TransformerConfig, *, kernel: AttentionKernel, transforme
     layer = get_gpt_layer_local_submodules(**shape, normalization="RMSNorm")
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     inner = layer.self_attention.submodules
-    inner.core_attention, inner.q_layernorm, inner.k_layernorm = attention, RMSNorm, RMSNorm
+    inner.core_attention = attention
+    if config.qk_layernorm:
+        inner.q_layernorm = inner.k_layernorm = RMSNorm
     layers = [ModuleSpec(module=TransformerLayer, submodules=layer)] * get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -232,6 +237,7 @@ class PolicyModel(GPTModel):
         )
         self.kernel = kernel
         self.rope_base = float(hf.rope_parameters["rope_theta"])
+        self.rope_scaling = scaling_of(hf)
 
     def forward(self, packed: PackedTrees, temperature: float = 1.0) -> Tensor:
         """Log-probs [E] (float32, or float64 in a float64 model) of `edge_labels` on the last pipeline stage.
@@ -244,7 +250,13 @@ class PolicyModel(GPTModel):
             packed, ranks=context.size(), rank=context.rank(), multiple=config.tensor_model_parallel_size
         )
         rows = share.packed
-        cos, sin = rotary_table(rows.positions, dim=config.kv_channels, base=self.rope_base, dtype=config.params_dtype)
+        cos, sin = rotary_table(
+            rows.positions,
+            dim=config.kv_channels,
+            base=self.rope_base,
+            dtype=config.params_dtype,
+            scaling=self.rope_scaling,
+        )
         plan = self.kernel.plan(rows, config.params_dtype)
         sequence = TreeSequence(qkv_format="thd", plan=plan, cos=cos, sin=sin)
         hidden = self.embedding(rows.ids[None], rows.positions[None]) if self.pre_process else None

@@ -3,7 +3,8 @@
     folder ─► Source ─► slices ─► shard() ─► Megatron parameters ─► join() ─► stream of (name, tensor) ─► engine, folder
                                    └────────── one `Weight` per parameter, listed by the family ──────────┘
 
-No rank ever holds the whole model.
+No rank ever holds the whole model. A folder is a Hugging Face checkpoint, or Megatron's `torch_dist` (torch_dist/),
+which `convert` makes from one and back.
 """
 
 from megatron_treeopsd.weights.families import weights_of

@@ -1,4 +1,4 @@
-"""Name map of dense Qwen3: 8 rules. Its pieces serve the other families of the same build.
+"""Name map of dense Qwen3: 8 rules. Its pieces serve the other families, which are built alike.
 
 Each rule names the Hugging Face tensor(s), then Megatron's parameter: first as the local layer spec calls it, then as
 the Transformer Engine spec does where that differs (it folds a norm into the linear layer behind it).
@@ -57,8 +57,8 @@ def head(config: PreTrainedConfig) -> Iterator[Weight]:
         )
 
 
-def attention(config: PreTrainedConfig, layer: int) -> Iterator[Weight]:
-    """Norm, fused query/key/value, their norms, output projection."""
+def attention(config: PreTrainedConfig, layer: int, *, head_norms: str = "qk") -> Iterator[Weight]:
+    """Norm, fused query/key/value, norms of each head of what `head_norms` names, output projection."""
     h, m = f"model.layers.{layer}", f"decoder.layers.{layer}"
     hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_key_value_heads
     queries = config.num_attention_heads * head_dim
@@ -76,7 +76,7 @@ def attention(config: PreTrainedConfig, layer: int) -> Iterator[Weight]:
         split=0,
         query_groups=groups,
     )
-    for name in "qk":
+    for name in head_norms:
         yield Weight(
             megatron=(f"{m}.self_attention.{name}_layernorm.weight",),
             hf=(f"{h}.self_attn.{name}_norm.weight",),

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_treeopsd.weights import durable
+from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide
 from megatron_treeopsd.weights.rules import WeightsError
-from megatron_treeopsd.weights.source import INDEX, SINGLE
 from megatron_treeopsd.weights.streaming import Stream, TensorInfo
 from megatron_treeopsd.weights.writer import SafetensorsWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-SHARD_BYTES = 5 * 10**9
-COMPANIONS = (
-    "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates",
-)  # fmt: skip
-"""What is carried over from the source folder byte for byte, where it exists; config.json comes besides."""
-
 
 def save_pretrained(
     model: nn.Module,
@@ -66,7 +56,7 @@ def save_pretrained(
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
-    if not (source / "config.json").is_file():
+    if not (source / CONFIG).is_file():
         raise FileNotFoundError(f"{source} has no config.json to copy")
     if destination.exists() and any(destination.iterdir()) and not overwrite:
         raise FileExistsError("the folder exists and is not empty; remove it or choose another")
@@ -80,44 +70,9 @@ def _write(
     shard_bytes: int,
 ) -> None:
     stream = iter(contents)
-    files = _divide(tensors, shard_bytes)
+    files = divide(tensors, shard_bytes)
     for file, members in files.items():
         with SafetensorsWriter(folder / file, members) as writer:
             for _, (name, tensor) in zip(members, stream, strict=False):
                 writer.write(name, tensor)
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
-            "weight_map": {tensor.name: file for file, members in files.items() for tensor in members},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _copy_companions(source, folder, tensors[0].dtype)
-
-
-def _divide(tensors: Sequence[TensorInfo], shard_bytes: int) -> dict[str, list[TensorInfo]]:
-    """File name -> its tensors, in order; a file exceeds `shard_bytes` only if a single tensor does."""
-    shards: list[list[TensorInfo]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
-
-
-def _copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern)}):
-        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, folder / path.name)
-    shutil.copyfile(source / "config.json", folder / "config.json")
-    # Byte for byte unless it would state another dtype than the tensors have.
-    values = json.loads((folder / "config.json").read_text())
-    named = str(dtype).removeprefix("torch.")
-    stated = {key: named for key in ("dtype", "torch_dtype") if values.get(key, named) != named}
-    if stated:
-        (folder / "config.json").write_text(json.dumps(values | stated, indent=2) + "\n")
-    for path in folder.rglob("*"):
-        durable.sync(path)
+    complete(folder, files, source)

@@ -238,11 +238,12 @@ UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib
 
 def unsafe_loading(sources: Sources) -> list[str]:
     """Reading a file must never run code that is in it."""
+    inert = {module_name(file) for file, text in sources.items() if _unpickles_inertly(text)}
     found = [
         f"{module} imports {each.target}"
         for module, all_imports in imports(sources).items()
         for each in all_imports
-        if each.target.split(".")[0] in UNSAFE_MODULES
+        if each.target.split(".")[0] in UNSAFE_MODULES and not (each.target == "pickle" and module in inert)
     ]
     for file, text in sources.items():
         for node in ast.walk(ast.parse(text, file)):
@@ -252,6 +253,28 @@ def unsafe_loading(sources: Sources) -> list[str]:
                 if unsafe_torch or given.get("allow_pickle", "False") != "False":
                     found.append(f"{file}:{node.lineno} {ast.unparse(node)}")
     return found
+
+
+def _unpickles_inertly(text: str) -> bool:
+    """Whether pickle serves only as the base of readers that decide themselves what a name stands for."""
+    nodes = list(ast.walk(ast.parse(text)))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"}
+    readers = [
+        {statement.name for statement in node.body if isinstance(statement, ast.FunctionDef)}
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
+    ]
+    calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    names = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return (
+        used <= {"Unpickler", "UnpicklingError"}
+        and "pickle.Unpickler" not in calls
+        and "Unpickler" not in names
+        and all({"find_class", "persistent_load"} <= methods for methods in readers)
+        and bool(readers)
+    )
 
 
 MACHINE_FOLDERS = ("work", "root", "home", "farm", "tmp", "Users", "mnt", "data1", "scratch")
@@ -311,6 +334,11 @@ def test_no_file_holds_forbidden_text() -> None:
 
 OURS = f"from {PACKAGE}"
 TRITON = "import triton.language as tl"
+INERT = """import pickle
+class Reader(pickle.Unpickler):
+    def find_class(self, module, name): ...
+    def persistent_load(self, key): ...
+"""
 
 
 @pytest.mark.parametrize(
@@ -348,6 +376,9 @@ TRITON = "import triton.language as tl"
         (method_names, {"train.py": "run(treeopsd=True)"}),
         (method_names, {"train.py": "def dapo_loss(): pass"}),
         (unsafe_loading, {"a.py": "def f():\n    import pickle"}),
+        (unsafe_loading, {"a.py": INERT + "pickle.load(file)"}),
+        (unsafe_loading, {"a.py": INERT + "pickle.Unpickler(file).load()"}),
+        (unsafe_loading, {"a.py": INERT.replace("find_class", "other")}),
         (unsafe_loading, {"a.py": "torch.load(path)"}),
         (unsafe_loading, {"a.py": "torch.load(path, weights_only=False)"}),
         (unsafe_loading, {"a.py": "np.load(path, allow_pickle=True)"}),
@@ -382,6 +413,7 @@ def test_rule_finds_its_violation(rule: Rule, sources: Sources) -> None:
         (method_names, {"objective/igrpo.py": "class IGRPO: pass"}),
         (method_names, {"a.py": f"import {PACKAGE}.tree\nsupport = opportunity = 1"}),
         (unsafe_loading, {"a.py": "torch.load(path, weights_only=True)\nnp.load(path)"}),
+        (unsafe_loading, {"a.py": INERT}),
         (forbidden_text, {"a.py": "version 10.0.0.0 of tools/home/x, $HOME/work, https://x.org/home/y"}),
     ],
 )

@@ -278,7 +278,7 @@ def test_a_missing_checkpoint(state: ParallelState, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"model_type": "llama"}', "model_type='llama' is not supported; supported: qwen3, qwen3_moe"),
+        ('{"model_type": "gpt2"}', "model_type='gpt2' is not supported; supported: llama, qwen3, qwen3_moe"),
         ('{"model_type": ', r"config\.json: not a model configuration"),
         ("{}", r"config\.json: not a model configuration"),
     ],

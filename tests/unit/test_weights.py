@@ -233,7 +233,7 @@ def test_another_architecture(folder: Path, state: parallel.ParallelState) -> No
     model, config = empty_model(folder, state), AutoConfig.from_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     for change, message in [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "architecture LlamaForCausalLM is not supp"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "architecture GPT2LMHeadModel is not supported"),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "'qwen3', but the model is a 'qwen3_moe'"),
     ]:
         (folder / "config.json").write_text(json.dumps(values | change))

@@ -1,0 +1,63 @@
+"""Reading both sides back: every tensor bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_treeopsd.convert.processes import Processes
+from megatron_treeopsd.convert.to_hf import row_blocks
+from megatron_treeopsd.convert.watch import Watch
+from megatron_treeopsd.weights.rules import WeightsError, listing
+from megatron_treeopsd.weights.source import TensorSource
+from megatron_treeopsd.weights.torch_dist.source import TorchDistSource
+from megatron_treeopsd.weights.writer import TensorInfo
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class VerificationError(WeightsError):
+    """What was written is not what was read."""
+
+
+def compare(
+    source: TensorSource, written: TensorSource, tensors: Iterable[TensorInfo], here: Processes, watch: Watch
+) -> int:
+    """Compare all tensors, after conversion to the dtype that they should have; collective. Returns their number.
+
+    Raises `VerificationError` listing those that differ, on every process.
+    """
+
+    def compare_mine() -> tuple[int, list[str]]:
+        mine = [tensor for number, tensor in enumerate(tensors) if here.mine(number)]
+        return len(mine), [problem for tensor in mine if (problem := _problem(source, written, tensor, watch))]
+
+    results = here.together(compare_mine)
+    if problems := [problem for _, found in results for problem in found]:
+        raise VerificationError(f"{written.folder} was not written as it should be:{listing(problems)}")
+    return sum(count for count, _ in results)
+
+
+def _problem(source: TensorSource, written: TensorSource, tensor: TensorInfo, watch: Watch) -> str:
+    name = tensor.name
+    found = TensorInfo(name, written.shapes.get(name, ()), written.dtypes.get(name, torch.bool))
+    if found != tensor:
+        return f"{name}: {found.dtype} {found.shape} instead of {tensor.dtype} {tensor.shape}"
+    different = 0
+    for start, stop in row_blocks(tensor):
+        expected = source.read(name, 0, start, stop).to(tensor.dtype)
+        different += _differing_bits(expected, written.read(name, 0, start, stop))
+        watch.saw(expected.nbytes)
+    for side in (source, written):
+        if isinstance(side, TorchDistSource) and side.padding(name).any():
+            return f"{name}: the rows that pad it in {side.folder} are not zero"
+    return f"{name}: {different} of {torch.Size(tensor.shape).numel()} values differ" if different else ""
+
+
+def _differing_bits(left: Tensor, right: Tensor) -> int:
+    """Values with another bit pattern: NaN equals itself, and zero is not minus zero."""
+    bits = _BITS[left.element_size()]
+    left, right = left.view(bits), right.view(bits)
+    return 0 if torch.equal(left, right) else int((left != right).sum())
