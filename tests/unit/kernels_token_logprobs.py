@@ -142,6 +142,16 @@ def test_projection_in_chunks(chunk_elements: int) -> None:
         torch.testing.assert_close(ours, gradients, rtol=1e-12, atol=1e-13)
 
 
+def test_a_gradient_that_is_one_number_for_all_rows() -> None:
+    """That of a sum is a view with stride zero."""
+    hidden, weight, labels, _ = projection(6)
+    exact = torch.autograd.grad(expected(hidden @ weight.t(), labels, 1.0)[0].sum(), (hidden, weight))
+    for chunk_elements in (1 << 20, 22):
+        logprobs, _ = linear_logprobs(hidden, weight, labels, chunk_elements=chunk_elements)
+        ours = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("chunk_elements", [1 << 20, 8])
 def test_a_divided_vocabulary(chunk_elements: int) -> None:
     """Three ranks with 4, 1 and 6 tokens: the same log-probs to the last bit, and gradients that add up."""

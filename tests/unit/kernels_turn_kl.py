@@ -189,6 +189,13 @@ def test_nothing_depends_on_the_order_of_programs(monkeypatch: pytest.MonkeyPatc
     assert_same(by_kernel(BernoulliKL(), logprobs, turns), forwards, rtol=0, atol=0)
 
 
+def test_columns_of_wider_tables() -> None:
+    logprobs, turns = case([3, 1, 5])
+    spread = replace(turns, behaviour=turns.behaviour.repeat(2, 1).t()[:, 0], weight=turns.weight[:1].expand(3))
+    ours = by_kernel(BernoulliKL(), logprobs.repeat(2, 1).t()[:, 0], spread)
+    assert_same(ours, by_reference(BernoulliKL(), logprobs, spread))
+
+
 def test_programs_are_counted_from_zero_each_time() -> None:
     logprobs, turns = case([3, 1])
     for _ in range(2):

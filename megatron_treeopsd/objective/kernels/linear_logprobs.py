@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_treeopsd.objective.kernels.token_logprobs import combine_ranks, row_statistics, write_gradient
 
 Gather = Callable[[Tensor], Tensor]
-"""[kinds, R] of this rank to [ranks, kinds, R] of all ranks in their order, contiguous: the one collective."""
+"""[kinds, R] of this rank to [ranks, kinds, R] of all ranks in their order: the one collective."""
 
 
 def linear_logprobs(
@@ -76,7 +76,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None
         hidden, weight, labels, normalizers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normalizers.dtype)

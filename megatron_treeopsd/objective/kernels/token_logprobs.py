@@ -37,7 +37,7 @@ def row_statistics(
     statistics = logits.new_empty((4 if entropy else 3, rows), dtype=torch.promote_types(logits.dtype, torch.float32))
     if rows:
         row_statistics_kernel[(rows,)](
-            logits, labels, statistics, rows, vocabulary, logits.stride(0), first,
+            logits, labels.contiguous(), statistics, rows, vocabulary, logits.stride(0), first,
             INVERSE_TEMPERATURE=1.0 / temperature, ENTROPY=entropy, **FORWARD,
         )  # fmt: skip
     return statistics
@@ -46,13 +46,13 @@ def row_statistics(
 def combine_ranks(statistics: Tensor) -> Tensor:
     """[2, R], or [3, R] with entropy: log-probs, normalizers (log sum exp) and entropies in nats of each row.
 
-    statistics [ranks, 3 or 4, R], contiguous: `row_statistics` of all ranks in their order.
+    statistics [ranks, 3 or 4, R]: `row_statistics` of all ranks in their order.
     """
     ranks, kinds, rows = statistics.shape
     combined = statistics.new_empty((kinds - 1, rows))
     if rows:
         combine_ranks_kernel[(triton.cdiv(rows, COMBINE["BLOCK"]),)](
-            statistics, combined, ranks, rows, ENTROPY=kinds == 4, **COMBINE
+            statistics.contiguous(), combined, ranks, rows, ENTROPY=kinds == 4, **COMBINE
         )
     return combined
 
@@ -69,12 +69,13 @@ def write_gradient(
     """Overwrite logits [R, V] by the gradient of sum_r coefficient_r log-prob_r with respect to them.
 
     normalizers [R] from `combine_ranks`, coefficient [R] the gradient of each log-prob; the rest as for
-    `row_statistics`. Nothing is allocated.
+    `row_statistics`. Nothing of the size of the logits is allocated.
     """
     rows, vocabulary = logits.shape
     if rows:
         write_gradient_kernel[(rows, triton.cdiv(vocabulary, GRADIENT["BLOCK"]))](
-            logits, labels, normalizers, coefficient, vocabulary, logits.stride(0), first,
+            logits, labels.contiguous(), normalizers.contiguous(), coefficient.contiguous(), vocabulary,
+            logits.stride(0), first,
             INVERSE_TEMPERATURE=1.0 / temperature, **GRADIENT,
         )  # fmt: skip
 

@@ -72,17 +72,12 @@ class _TurnKL(torch.autograd.Function):
         count = turns.turn_count
         dtype = torch.promote_types(logprobs.dtype, turns.behaviour.dtype)
         per_turn = logprobs.new_empty((len(REPORTED), count), dtype=dtype)
-        kl_behaviour = torch.empty_like(logprobs, dtype=dtype)
-        coefficient = torch.empty_like(logprobs)
+        kl_behaviour = logprobs.new_empty(logprobs.shape, dtype=dtype)
+        coefficient = logprobs.new_empty(logprobs.shape)
         loss = logprobs.new_empty((), dtype=dtype)
+        columns = (logprobs, turns.behaviour, turns.offsets, turns.credit, turns.weight, turns.leaves, turns.peak)
         turn_kl_kernel[(count,)](
-            logprobs.contiguous(),
-            turns.behaviour,
-            turns.offsets,
-            turns.credit,
-            turns.weight,
-            turns.leaves,
-            turns.peak,
+            *(column.contiguous() for column in columns),
             coefficient,
             kl_behaviour,
             per_turn,
@@ -102,9 +97,9 @@ class _TurnKL(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         (coefficient,) = ctx.saved_tensors
-        return coefficient * grad, None, None
+        return None if grad is None else coefficient * grad, None, None
 
 
 def _stream(device: torch.device) -> int:
