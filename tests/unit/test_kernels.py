@@ -1,6 +1,6 @@
 """Triton kernels in Triton's interpreter, which runs on tensors of the CPU; and when kernels are chosen at all.
 
-The interpreter is switched on before Triton is first imported, hence in processes of their own: the cases are in
+The interpreter is switched on before Triton is first imported, hence in a process of its own: the cases are in
 kernels_turn_kl.py and kernels_token_logprobs.py, next to this file.
 """
 
@@ -20,14 +20,14 @@ from megatron_treeopsd.objective.kernels import choose
 pytestmark = pytest.mark.fast
 
 HERE = Path(__file__).resolve().parent
+CASES = ("kernels_turn_kl.py", "kernels_token_logprobs.py")
 
 
-@pytest.mark.parametrize("cases", ["kernels_turn_kl.py", "kernels_token_logprobs.py"])
-def test_interpreted(cases: str) -> None:
+def test_interpreted() -> None:
     assert importlib.util.find_spec("triton"), "Triton is not installed; it belongs to the extra dev: ./launch/test.sh"
     done = subprocess.run(
         [
-            sys.executable, "-m", "pytest", str(HERE / cases), "-p", "no:cacheprovider",
+            sys.executable, "-m", "pytest", *(str(HERE / cases) for cases in CASES), "-p", "no:cacheprovider",
             # numpy, which the interpreter computes with, warns of the infinities that are looked for
             "-W", "ignore::RuntimeWarning",
         ],
