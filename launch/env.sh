@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the Python environment .venv in the repository root: launch/env.sh [EXTRA ...]
-# EXTRA is one of setup.py's: cpu (default), gpu, dev, bench.
+# EXTRA is one of setup.py's: cpu (default), gpu, dev, bench. `launch/env.sh sglang` makes .venv-sglang instead, the
+# environment of the engine's own process, which needs other versions of torch and transformers.
 #
 # Does nothing when all is in place; installs again when setup.py, constraints.txt or this file changed; starts over
 # after an install that was killed. Two at once wait for each other. Prints the PATH to run with, and nothing else:
@@ -22,7 +23,12 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
 made="$venv/.made"             # where this script made the environment, and of which Python
 unfinished="$venv/.unfinished" # there while an install runs; left behind by one that was killed
-wanted="$(cd -- "$root" && cat setup.py constraints.txt launch/env.sh | sha256sum)"
+constraints="$root/constraints.txt"
+if [[ "$*" == sglang ]]; then
+    venv="$root/.venv-sglang" made="$root/.venv-sglang/.made" unfinished="$root/.venv-sglang/.unfinished"
+    constraints="$root/launch/sglang_cpu/requirements.txt"
+fi
+wanted="$(cd -- "$root" && cat setup.py "$constraints" launch/env.sh | sha256sum)"
 
 finish() {
     echo "$venv/bin:$PATH"
@@ -79,7 +85,7 @@ pip_install() {
     local -a more=()
     read -r -a more <<<"${TREEOPSD_PIP_ARGS:-}"
     if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$root/constraints.txt" ${more[@]+"${more[@]}"} "$@" >&2; then
+        --constraint "$constraints" ${more[@]+"${more[@]}"} "$@" >&2; then
         rm -f -- "$unfinished" # pip gave up by itself: what is installed is whole, and the next start goes on from it
         fail "pip could not install $* (see above)." \
             "Without a package index in reach, point TREEOPSD_PIP_ARGS to a folder of wheels:" \
@@ -87,8 +93,29 @@ pip_install() {
     fi
 }
 
+install_training() { # EXTRA ...
+    local extras
+    # torch first and alone, or another package may pull in a build for hardware that is not there. megatron-core's
+    # metadata asks for Python 3.12, but its wheel for 3.11 works.
+    pip_install "$(grep '^torch==' "$constraints")"
+    pip_install --no-deps --ignore-requires-python "$(grep '^megatron-core==' "$constraints")"
+    extras="$(IFS=, && echo "$*")"
+    pip_install --editable "${root}[$extras]"
+}
+
+install_sglang() {
+    if nvidia-smi -L >/dev/null 2>&1; then
+        constraints=/dev/null # its own metadata pins what it runs with on a GPU
+        pip_install "$(grep '^sglang==' "$root/launch/sglang_cpu/requirements.txt")"
+    else # what its metadata asks for does not install without CUDA; the list is complete
+        pip_install "$(grep '^torch==' "$constraints")"
+        pip_install --no-deps --requirement "$constraints"
+    fi
+}
+
 for extra in "$@"; do
-    [[ "$extra" =~ ^(cpu|gpu|dev|bench)$ ]] || fail "unknown extra $extra; known: cpu, gpu, dev, bench"
+    [[ "$extra" =~ ^(cpu|gpu|dev|bench)$ || "$*" == sglang ]] ||
+        fail "unknown extra $extra; known: cpu, gpu, dev, bench; and sglang, alone"
 done
 ! installed "$@" || finish
 command -v flock >/dev/null || fail "needs the command flock (package util-linux), which keeps two installs apart."
@@ -105,12 +132,7 @@ flock --nonblock 9 || {
 usable || make_venv
 echo "env.sh: installing $* into $venv (minutes the first time)" >&2
 touch "$unfinished"
-# torch first and alone, or another package may pull in a build for hardware that is not there. megatron-core's
-# metadata asks for Python 3.12, but its wheel for 3.11 works.
-pip_install "$(grep '^torch==' "$root/constraints.txt")"
-pip_install --no-deps --ignore-requires-python "$(grep '^megatron-core==' "$root/constraints.txt")"
-extras="$(IFS=, && echo "$*")"
-pip_install --editable "${root}[$extras]"
+if [[ "$*" == sglang ]]; then install_sglang; else install_training "$@"; fi
 for extra in "$@"; do printf '%s\n' "$wanted" >"$venv/.installed-$extra"; done
 rm -f -- "$unfinished"
 finish

@@ -225,10 +225,43 @@ class Rollout(Section):
 
 
 # ----------------------------------------------------------------------------------------------------------- cluster
-class Engine(Section):
+class EmbeddedEngine(Section):
+    """The policy inside the training process, for machines without a GPU."""
+
     name: Literal["embedded"] = "embedded"
     max_batch: int = Field(192, ge=1, description="requests decoded together")
     cache_tokens: int = Field(262_144, ge=256, description="capacity of the prefix cache")
+
+    @property
+    def ranks_per_engine(self) -> int:
+        return 1
+
+
+class SGLangEngine(Section):
+    """SGLang in a process of its own beside the training processes."""
+
+    name: Literal["sglang"]
+    python: Path = Field(
+        Path(".venv-sglang/bin/python"), description="interpreter of SGLang's environment (./launch/sglang_env.sh)"
+    )
+    ranks_per_engine: int = Field(1, ge=1, description="training processes that share one engine")
+    max_batch: int = Field(64, ge=1, description="requests in the engine at a time")
+    cache_tokens: int = Field(65_536, ge=256, description="capacity of the cache of keys and values")
+    deterministic: bool = Field(True, description="a seed gives the same tokens in any batch")
+    bucket_mb: int = Field(256, ge=1, description="MiB of weights handed over at a time")
+    verify_every: int = Field(1, ge=0, description="publishes between checks against the trainer; 0: never")
+    verify_tolerance: float = Field(1e-3, gt=0, description="nats a token's log-probability may differ in that check")
+    restarts: int = Field(1, ge=0, description="how often a dead engine is started again between two publishes")
+    start_seconds: float = Field(600, gt=0, description="longest wait for the engine to start")
+    request_seconds: float = Field(600, gt=0, description="longest wait for an answer of the engine")
+    port: int = Field(0, ge=0, le=65535, description="loopback port of SGLang's process group; 0: any that is free")
+    memory_fraction: float = Field(0.5, gt=0, lt=1, description="share of a GPU's memory for weights and cache")
+    sleep_tags: tuple[Literal["kv_cache", "weights"], ...] = Field(
+        ("kv_cache", "weights"), description="what is given back to the GPU while training runs"
+    )
+
+
+Engine = Annotated[EmbeddedEngine | SGLangEngine, Field(discriminator="name")]
 
 
 class Layout(Section):
@@ -285,7 +318,7 @@ class Recipe(Section):
     update: Update = Update()
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
-    engine: Engine = Engine()
+    engine: Engine = EmbeddedEngine()
     layout: Layout = Layout()
     packing: Packing = Packing()
     checkpoint: Checkpointing = Checkpointing()
@@ -315,7 +348,8 @@ def load_recipe(arguments: Sequence[str] = (), *, folder: Path = RECIPES) -> Rec
     """Build a `Recipe` from `key=value` words.
 
     `model=`, `task=`, `method=` and `cluster=` name a file of their group in `folder` (or a path to a YAML file);
-    every other key is a dotted path into `Recipe`, its value read as YAML. Raises `RecipeError`.
+    every other key is a dotted path into `Recipe`, its value read as YAML; `engine=NAME` stands for
+    `engine.name=NAME`. Raises `RecipeError`.
     """
     choices = dict(DEFAULTS)
     overrides: dict[str, Any] = {}
@@ -326,6 +360,7 @@ def load_recipe(arguments: Sequence[str] = (), *, folder: Path = RECIPES) -> Rec
         if key in GROUPS:
             choices[key] = text
         else:
+            key = "engine.name" if key == "engine" else key
             _set(overrides, key, _yaml_value(key, text))
     values: dict[str, Any] = {"method": Path(choices["method"]).stem}
     for group in GROUPS:
@@ -443,9 +478,10 @@ def _explain(item: Any) -> str:
     return f"{key}: {message}" + (f" (got {item['input']!r})" if not isinstance(item["input"], (dict, Section)) else "")
 
 
-_TAGGED = ("expansion", "credit", "objective")
+_TAGGED = ("expansion", "credit", "objective", "engine")
 _VARIANTS: tuple[type[Section], ...] = (
     Chains, InitializeThenExpand, Demonstrations, Outcome, TreeBackup, BernoulliKL, Clipped, Likelihood,
+    EmbeddedEngine, SGLangEngine,
 )  # fmt: skip
 _TAGS = {variant.model_fields["name"].annotation.__args__[0]: variant for variant in _VARIANTS}  # type: ignore[union-attr]
 

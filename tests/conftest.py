@@ -12,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -27,3 +30,14 @@ settings.load_profile("project")
 def _seed() -> None:
     """Tests that draw random tensors draw the same ones in any order and selection of tests."""
     torch.manual_seed(0)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make the engine's environment if a selected test needs it; nothing happens where it is there already."""
+    if session.config.option.collectonly or not any(item.get_closest_marker("sglang") for item in session.items):
+        return
+    script = Path(__file__).resolve().parents[1] / "launch" / "sglang_env.sh"
+    with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        done = subprocess.run([script], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        pytest.exit(f"{script} failed, and tests marked sglang cannot run without it", returncode=1)

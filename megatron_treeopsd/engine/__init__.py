@@ -18,10 +18,11 @@ def build(section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype)
     import torch
 
     from megatron_treeopsd.engine.embedded import EmbeddedEngine
+    from megatron_treeopsd.engine.sglang import SGLangEngine
 
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if section.name == "sglang":
+        return SGLangEngine(section, checkpoint=checkpoint, dtype=dtype)
     return EmbeddedEngine.from_checkpoint(
-        checkpoint,
-        dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        max_batch=section.max_batch,
-        cache_tokens=section.cache_tokens,
+        checkpoint, dtype=dtype, max_batch=section.max_batch, cache_tokens=section.cache_tokens
     )

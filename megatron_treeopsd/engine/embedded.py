@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
+from megatron_treeopsd.engine.checks import check_generate, check_score
 from megatron_treeopsd.engine.kv import ATTENTION, KeyValueMemory, Layout
 from megatron_treeopsd.engine.policy import check_family, load_policy, replace_weights
 from megatron_treeopsd.engine.prefix_cache import Node, PrefixCache
@@ -81,15 +82,7 @@ class EmbeddedEngine(Engine):
     # ------------------------------------------------------------------------------------------------------ contract
     async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
         """See `Engine.generate`. A prompt that leaves no room in the model's context raises `EngineError`."""
-        self._check_ids("prompt", prompt_ids)
-        self._check_ids("stop", sampling.stop_ids)
-        if not prompt_ids:
-            raise EngineError("the prompt is empty")
-        if len(prompt_ids) >= self._context:
-            raise EngineError(f"a prompt of {len(prompt_ids)} tokens leaves no room in the model's context of "
-                              f"{self._context} tokens")  # fmt: skip
-        if sampling.max_new_tokens < 1 or sampling.temperature < 0:
-            raise EngineError(f"max_new_tokens must be at least 1 and temperature at least 0, got {sampling}")
+        check_generate(prompt_ids, sampling, vocabulary=self._vocabulary, context=self._context)
         future = asyncio.get_running_loop().create_future()
         request = Request(list(prompt_ids), session, future, seed=seed % 2**64, sampling=sampling)
         completion: Completion = await self._submit(request)
@@ -97,13 +90,8 @@ class EmbeddedEngine(Engine):
 
     async def score(self, prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, session: str) -> list[float]:
         """See `Engine.score`."""
-        self._check_ids("prefix", prefix_ids)
-        self._check_ids("continuation", continuation_ids)
-        if not prefix_ids or not continuation_ids:
-            raise EngineError("both the prefix and the continuation to score need at least one token")
+        check_score(prefix_ids, continuation_ids, vocabulary=self._vocabulary, context=self._context)
         ids = [*prefix_ids, *continuation_ids]
-        if len(ids) > self._context:
-            raise EngineError(f"{len(ids)} tokens to score do not fit the model's context of {self._context} tokens")
         future = asyncio.get_running_loop().create_future()
         logprobs: list[float] = await self._submit(Request(ids[:-1], session, future, scored=list(continuation_ids)))
         return logprobs
@@ -338,9 +326,3 @@ class EmbeddedEngine(Engine):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
-
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        lowest, highest = min(ids, default=0), max(ids, default=0)
-        if lowest < 0 or highest >= self._vocabulary:
-            wrong = lowest if lowest < 0 else highest
-            raise EngineError(f"{what} token id {wrong} is outside the vocabulary of {self._vocabulary} tokens")

@@ -62,19 +62,34 @@ class EngineCase:
         build: from a checkpoint folder.
         tolerance: largest difference of a log-probability from transformers' float32 forward, in nats.
         page: tokens that a fork may compute again because the engine caches whole pages.
+        tier: marker of its tests.
+        shared: whether one engine serves all tests of a family, because it takes long to start.
     """
 
     build: Callable[[Path], Engine]
     tolerance: float
     page: int
+    tier: str
+    shared: bool = False
 
 
 def _embedded(checkpoint: Path) -> Engine:
-    section = config.Engine(name="embedded", max_batch=64, cache_tokens=16_384)
+    section = config.EmbeddedEngine(name="embedded", max_batch=64, cache_tokens=16_384)
     return engines.build(section, checkpoint=checkpoint, dtype="float32")
 
 
-ENGINES = {"embedded": EngineCase(_embedded, tolerance=1e-5, page=0)}
+def _sglang(checkpoint: Path) -> Engine:
+    section = config.SGLangEngine(name="sglang", python=SGLANG_PYTHON, max_batch=64, cache_tokens=16_384, bucket_mb=1)
+    return engines.build(section, checkpoint=checkpoint, dtype="float32")
+
+
+SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
+"""Made by launch/sglang_env.sh, which tests/conftest.py runs if a test that is marked `sglang` is selected."""
+
+ENGINES = {
+    "embedded": EngineCase(_embedded, tolerance=1e-5, page=0, tier="fast"),
+    "sglang": EngineCase(_sglang, tolerance=2e-5, page=1, tier="sglang", shared=True),
+}
 """Every engine of the package, by its name in a recipe."""
 
 

@@ -27,8 +27,6 @@ from transformers import PreTrainedModel
 
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 
-pytestmark = pytest.mark.fast
-
 STOPS = frozenset({1, 2})
 
 
@@ -39,16 +37,38 @@ class Served(NamedTuple):
     folder: Path
 
 
-@pytest.fixture(params=[(name, family) for name in ENGINES for family in FAMILIES], ids="-".join)
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(scope="session")
+def shared_engines() -> Iterator[dict[tuple[str, str], Engine]]:
+    """Engines by name and family, for those that take long to start."""
+    running: dict[tuple[str, str], Engine] = {}
+    yield running
+    for engine in running.values():
+        engine.close()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((name, family), id=f"{name}-{family}", marks=getattr(pytest.mark, case.tier))
+        for name, case in ENGINES.items()
+        for family in FAMILIES
+    ]
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path: Path, shared_engines: dict[tuple[str, str], Engine]
+) -> Iterator[Served]:
     """An engine that has published version 1 of a saved random policy, and the policy itself."""
     name, family = request.param
+    case = ENGINES[name]
     policy = random_policy(family)
     policy.save_pretrained(tmp_path / "policy")
-    engine = ENGINES[name].build(tmp_path / "policy")
+    engine = shared_engines.get(request.param) or case.build(tmp_path / "policy")
     engine.publish(checkpoint_weights(tmp_path / "policy").items(), version=1)
-    yield Served(engine, ENGINES[name], policy, tmp_path)
-    engine.close()
+    engine.counters.reset()
+    if case.shared:
+        shared_engines[request.param] = engine
+    yield Served(engine, case, policy, tmp_path)
+    if not case.shared:
+        engine.close()
 
 
 def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -325,7 +345,9 @@ def test_sessions_end_at_any_time(served: Served) -> None:
     assert together(generate(served.engine, prompt, seed=0))[0].ids == first.ids
 
 
-def test_a_closed_engine_says_so(served: Served) -> None:
+def test_a_closed_engine_says_so(served: Served, shared_engines: dict[tuple[str, str], Engine]) -> None:
+    for key in [key for key, engine in shared_engines.items() if engine is served.engine]:
+        del shared_engines[key]  # the next test starts another one
     served.engine.close()
     with pytest.raises(EngineError, match="closed"):
         together(generate(served.engine, [5], seed=0))

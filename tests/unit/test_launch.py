@@ -46,8 +46,8 @@ class Clone:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a clone" / "of it"
-        (self.root / "launch").mkdir(parents=True)
-        for name in ("launch/env.sh", "setup.py", "constraints.txt"):
+        (self.root / "launch" / "sglang_cpu").mkdir(parents=True)
+        for name in ("launch/env.sh", "setup.py", "constraints.txt", "launch/sglang_cpu/requirements.txt"):
             shutil.copy(REPOSITORY / name, self.root / name)
         self.bin = folder / "bin"
         self.bin.mkdir()
@@ -136,6 +136,21 @@ def test_changed_requirements_are_installed_again(clone: Clone, name: str) -> No
     assert clone.installed() == packages("cpu")
     clone.run("cpu")
     assert clone.installed() == []
+
+
+def test_the_engine_has_an_environment_of_its_own(clone: Clone) -> None:
+    clone.run("cpu")
+    clone.installed()
+    done = clone.run("sglang")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{clone.root}/.venv-sglang/bin:")
+    listed = "ROOT/launch/sglang_cpu/requirements.txt"
+    [torch] = re.findall(r"^torch==.*", (REPOSITORY / "launch/sglang_cpu/requirements.txt").read_text(), re.MULTILINE)
+    assert clone.installed() == ["venv", f"pip {torch}", f"pip {listed}"]
+    for extra in ("sglang", "cpu"):
+        assert clone.run(extra).returncode == 0
+    assert clone.installed() == [], "neither is installed again because of the other"
+    assert clone.run("cpu", "sglang").returncode == 1
 
 
 def test_two_starts_at_once_install_once(clone: Clone) -> None:

@@ -1,0 +1,404 @@
+"""The engine for production: SGLang in a process of its own, on the same machine; only token ids and weights cross.
+
+    SGLangEngine ── Gate ── EngineProcess ══ socket pair ══ sglang_worker ── sglang.Engine
+         └───────── StagedWeights ───────── shared memory ───────┘
+
+The process may die without taking the trainer with it: it is started again, gets the weights that were published last,
+and the requests that it has not answered are asked again. A request's result depends on prompt, seed and weights only,
+so they come out as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_treeopsd import config
+from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
+from megatron_treeopsd.engine.checks import check_generate, check_score
+from megatron_treeopsd.engine.gate import Gate, Ticket
+from megatron_treeopsd.engine.sglang_process import SHIM, EngineDied, EngineProcess
+from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = ("qwen3", "qwen3_moe")
+"""`model_type` values that this engine is tested with."""
+
+_PRIMER = 16
+"""Tokens of the request that shows whether a publish has emptied the cache."""
+
+
+class SGLangEngine(Engine):
+    """`Engine` over one SGLang process.
+
+    Construction starts the process, which takes half a minute. Nothing can be sampled before the first `publish`: the
+    process starts with arbitrary weights.
+
+    Args:
+        section: the recipe's `engine` section.
+        checkpoint: Hugging Face folder; its config says what is served, its safetensors headers what a publish must
+            consist of.
+        dtype: what the engine computes in.
+    """
+
+    def __init__(self, section: config.SGLangEngine, *, checkpoint: Path, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._section = section
+        self._dtype = dtype
+        self._shapes = checkpoint_shapes(checkpoint)
+        self._folder = Path(tempfile.mkdtemp(prefix="treeopsd-sglang-"))
+        self._closed = False
+        try:
+            model = _serving_folder(checkpoint, self._folder)
+            self._tied: bool = model.tie_word_embeddings
+            self._vocabulary: int = model.vocab_size
+            self._context: int = model.max_position_embeddings
+            self._weights: StagedWeights | None = None
+            self._gate = self._new_gate()
+            self._open_requests = 0
+            self._restarts_left = section.restarts
+            self._failure: EngineError | None = None
+            self._restarting = threading.Lock()
+            self._process = self._start()
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
+
+    # ------------------------------------------------------------------------------------------------------ contract
+    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+        """See `Engine.generate`. Raises `EngineError` also if the engine died more often than `engine.restarts`."""
+        self._check_open()
+        check_generate(prompt_ids, sampling, vocabulary=self._vocabulary, context=self._context)
+        parameters = {
+            "max_new_tokens": min(sampling.max_new_tokens, self._context - len(prompt_ids)),
+            "temperature": sampling.temperature,
+            "sampling_seed": seed % 2**63,
+            "stop_token_ids": sorted(sampling.stop_ids),
+        }
+        answer = await self._ask("generate", prompt_ids, sampling=parameters)
+        if answer["versions"] != [str(self.version)]:
+            raise EngineError(f"SGLang sampled a turn with weights of version {answer['versions']}, not {self.version}")
+        ids = answer["ids"]
+        self.counters.generated_tokens += len(ids)
+        # SGLang looks at the length first, the contract at the stop token.
+        finish: Literal["stop", "length", "abort"] = (
+            "stop" if ids and ids[-1] in sampling.stop_ids else answer["finish"]
+        )
+        return Completion(ids, answer["logprobs"], finish, answer["cached_tokens"], self.version)
+
+    async def score(self, prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, session: str) -> list[float]:
+        """See `Engine.score`."""
+        self._check_open()
+        check_score(prefix_ids, continuation_ids, vocabulary=self._vocabulary, context=self._context)
+        answer = await self._ask("score", [*prefix_ids, *continuation_ids], start=len(prefix_ids))
+        logprobs: list[float] = answer["logprobs"]
+        return logprobs
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """See `Engine.publish`. The engine sees nothing of a set that is not complete and right.
+
+        If the engine fails while it takes the weights, it is started again with those it had, and `EngineError` is
+        raised. Also raised while requests are waiting or running.
+        """
+        self._check_open()
+        if self._open_requests:
+            raise EngineError(f"version {version} was published while {self._open_requests} requests wait or run; "
+                              "wait for them first")  # fmt: skip
+        staged = StagedWeights(
+            weights,
+            shapes=self._shapes,
+            tied=self._tied,
+            dtype=self._dtype,
+            bucket_bytes=self._section.bucket_mb * 2**20,
+        )
+        try:
+            self._hand_over(staged, version)
+        except BaseException:
+            staged.free()
+            raise
+        if self._weights is not None:
+            self._weights.free()
+        self._weights, self.version = staged, version
+        self._restarts_left = self._section.restarts
+        self._gate = self._new_gate()
+
+    def release(self, session: str) -> None:
+        """See `Engine.release`. Nothing to do: SGLang drops the prefix that was not used for longest by itself."""
+
+    def abort(self) -> None:
+        """End all running requests; each is answered with what it has sampled, and `finish` "abort"."""
+        self._process.call("abort", number=None, seconds=self._section.request_seconds)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back to the device while training runs. On a CPU nothing is freed."""
+        if torch.cuda.is_available():
+            self._timed("release_memory")
+        else:
+            logger.info("sleep: the engine runs on the CPU and keeps its memory")
+
+    def wake(self) -> None:
+        """Undo `sleep`. The weights are undefined until the next `publish`, and the cache is empty."""
+        if torch.cuda.is_available():
+            self._timed("resume_memory")
+            self._gate = self._new_gate()
+
+    def close(self) -> None:
+        """Stop the process; open requests raise `EngineError`, later ones too."""
+        if not self._closed:
+            self._closed = True
+            self._process.close()
+            if self._weights is not None:
+                self._weights.free()
+            shutil.rmtree(self._folder)
+
+    def checksum(self) -> str:
+        """A hash over all weights as the engine holds them."""
+        return str(self._process.call("checksum", seconds=self._section.request_seconds))
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    # ------------------------------------------------------------------------------------------------------ requests
+    async def _ask(self, call: str, ids: Sequence[int], **fields: Any) -> dict[str, Any]:
+        """The answer to one request, asked again of a new process as long as the old one dies over it."""
+        if self.version < 0:
+            raise EngineError("nothing was published yet; the engine has no weights to sample from")
+        self._open_requests += 1
+        try:
+            while True:
+                process = self._process
+                try:
+                    answer = await self._ask_once(process, call, ids, fields)
+                    break
+                except EngineDied as error:
+                    if self._closed:
+                        raise EngineError("the engine was closed") from None
+                    await asyncio.to_thread(self._replace, process, str(error))
+        finally:
+            self._open_requests -= 1
+        self.counters.requests += 1
+        self.counters.prompt_tokens += answer["prompt_tokens"]
+        self.counters.cached_tokens += answer["cached_tokens"]
+        return answer
+
+    async def _ask_once(
+        self, process: EngineProcess, call: str, ids: Sequence[int], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        gate = self._gate
+        ticket = await gate.enter(ids)
+        sampled: list[int] = []
+        number = None
+        try:
+            if call == "generate":
+                fields = {**fields, "announce": ticket.leads}
+            number, future = process.send(call, prefilled=_when_prefilled(gate, ticket), ids=list(ids), **fields)
+            async with asyncio.timeout(self._section.request_seconds):
+                answer: dict[str, Any] = await asyncio.wrap_future(future)
+            sampled = answer.get("ids", [])
+            return answer
+        except TimeoutError:
+            raise EngineDied("SGLang did not answer a request within "
+                             f"{self._section.request_seconds:g} s (engine.request_seconds)") from None  # fmt: skip
+        except asyncio.CancelledError:
+            if number is not None and call == "generate":
+                process.send("abort", number=number)
+            raise
+        finally:
+            gate.leave(ticket, sampled=sampled)
+
+    def _new_gate(self) -> Gate:
+        """A gate for an engine whose cache is empty."""
+        return Gate(slots=self._section.max_batch, cache_tokens=self._section.cache_tokens)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------------------------------------------------- weights
+    def _hand_over(self, weights: StagedWeights, version: int) -> None:
+        """Load a set; into a new process where one dies over it."""
+        while True:
+            try:
+                self._load(self._process, weights, version)
+                return
+            except EngineDied as error:
+                self._replace(self._process, str(error))
+            except EngineError as error:
+                self._replace(self._process, f"publishing version {version} failed: {error}")
+                raise EngineError(f"version {version} could not be published, version {self.version} stays in use: "
+                                  f"{error}") from error  # fmt: skip
+
+    def _load(self, process: EngineProcess, weights: StagedWeights, version: int) -> None:
+        """Hand a complete set over and make sure that nothing computed with the old one is left."""
+        seconds = self._section.request_seconds
+        primer = {"ids": [i % self._vocabulary for i in range(1, _PRIMER + 1)], "start": _PRIMER - 1}
+        process.call("score", seconds=seconds, **primer)  # something old in the cache
+        process.call("begin", seconds=seconds)
+        for bucket in weights.buckets:
+            taken = process.call(
+                "update",
+                seconds=seconds,
+                path=bucket.path,
+                nbytes=bucket.nbytes,
+                tensors=[[placed.name, placed.shape, bucket.dtype, placed.offset] for placed in bucket.tensors],
+                version=str(version),
+            )
+            if taken != {"tensors": len(bucket.tensors), "bytes": bucket.payload}:
+                raise EngineError(f"SGLang took {taken} of a bucket of {len(bucket.tensors)} tensors and "
+                                  f"{bucket.payload} bytes")  # fmt: skip
+        process.call("end", seconds=seconds)
+        process.call("flush", seconds=seconds)
+        cached = process.call("score", seconds=seconds, **primer)["cached_tokens"]
+        if cached:
+            raise EngineError(f"the cache was not emptied: {cached} tokens of the old weights are still in it")
+
+    # -------------------------------------------------------------------------------------------------- the process
+    def _start(self) -> EngineProcess:
+        section = self._section
+        if section.port:
+            _check_port(section.port)
+        if not section.python.is_file():
+            raise EngineError(f"engine.python={section.python}: there is no such file; make SGLang's environment with "
+                              "./launch/sglang_env.sh")  # fmt: skip
+        cuda = torch.cuda.is_available()
+        process = EngineProcess(
+            section.python.absolute(),  # not resolved: a virtual environment is known by the path of its link
+            self._settings(cuda),
+            variables=_variables(cuda),
+            log=self._folder / "log.txt",
+        )
+        process.wait_until_ready(section.start_seconds)
+        return process
+
+    def _settings(self, cuda: bool) -> dict[str, Any]:
+        """Arguments of `sglang.Engine`."""
+        section = self._section
+        settings: dict[str, Any] = {
+            "model_path": str(self._folder / "model"),
+            "load_format": "dummy",  # the weights come with the first publish
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "context_length": self._context + 8,  # SGLang keeps a few tokens for itself
+            "max_running_requests": section.max_batch,
+            "max_total_tokens": section.cache_tokens,
+            "schedule_policy": "fcfs",  # the gate has chosen already
+            "stream_interval": 1 << 20,  # the first token, and all at the end
+            "enable_deterministic_inference": section.deterministic,
+            "random_seed": 0,
+            "log_level": "warning",
+            "nccl_port": section.port or None,
+        }
+        if cuda:
+            return {**settings, "mem_fraction_static": section.memory_fraction, "enable_memory_saver": True}
+        return {
+            **settings,
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.1,
+        }
+
+    def _replace(self, dead: EngineProcess, reason: str) -> None:
+        """Start a new process with the weights published last, unless another request has done so already.
+
+        Runs in worker threads. Raises `EngineError` if the bound is reached or the new process does not come up.
+        """
+        with self._restarting:
+            self._check_open()
+            if self._process is not dead:
+                return
+            output = dead.last_lines()
+            dead.kill()
+            if self._restarts_left == 0:
+                self._failure = EngineError(
+                    f"{reason}; it was started again {self._section.restarts} times since the last publish "
+                    f"(engine.restarts), which is all that is allowed. Its last output:\n{output}"
+                )
+                raise self._failure
+            self._restarts_left -= 1
+            logger.warning("%s; starting it again with version %d, lost requests follow", reason, self.version)
+            started = time.monotonic()
+            try:
+                process = self._start()
+                if self._weights is not None:
+                    self._load(process, self._weights, self.version)
+            except EngineError as error:
+                self._failure = error
+                raise
+            self._gate, self._process = self._new_gate(), process
+            logger.warning("the engine is back after %.1f s (pid %d)", time.monotonic() - started, process.pid)
+
+    def _timed(self, call: str) -> None:
+        started, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        self._process.call(call, tags=list(self._section.sleep_tags), seconds=self._section.request_seconds)
+        logger.info("%s: %.2f s, %+.2f GiB free", call, time.monotonic() - started,
+                    (torch.cuda.mem_get_info()[0] - before) / 2**30)  # fmt: skip
+
+
+def _serving_folder(checkpoint: Path, folder: Path) -> PretrainedConfig:
+    """Write the config that SGLang serves into `folder`; returns the checkpoint's.
+
+    They differ in the end-of-sequence token, which SGLang does not get: a turn ends where its request says.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        raise EngineError(f"{checkpoint}: not a Hugging Face checkpoint folder (there is no config.json in it)")
+    model = AutoConfig.from_pretrained(checkpoint)
+    if model.model_type not in FAMILIES:
+        raise EngineError(f"{path}: model_type={model.model_type}; engine=sglang serves {', '.join(FAMILIES)}")
+    served = {**json.loads(path.read_text()), "eos_token_id": None, "tie_word_embeddings": model.tie_word_embeddings}
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(served))
+    return model
+
+
+def _variables(cuda: bool) -> dict[str, str]:
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "PYTHONPATH": "",  # nothing of the trainer's environment
+    }
+    if not cuda:  # without a compiler cache the first token would take half a minute of compiling
+        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(SHIM)}
+    return variables
+
+
+def _when_prefilled(gate: Gate, ticket: Ticket) -> Callable[[], None]:
+    """Tells `gate` in the event loop, from the thread that reads answers."""
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(gate.prefilled, ticket)
+
+    return tell
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise EngineError(f"engine.port={port} cannot be used: {error.strerror}. Choose another one, or 0 for any "
+                              "that is free") from None  # fmt: skip

@@ -1,0 +1,187 @@
+"""The other side of `sglang_process`: an SGLang engine behind a socket. Runs on the Python of SGLang's environment.
+
+    python -P sglang_worker.py FD SETTINGS        FD: an inherited socket; SETTINGS: JSON, arguments of sglang.Engine
+
+A request is one line of JSON, {"id", "call", ...}; its answer is {"id", "ok"} or {"id", "error"}. A "generate" that
+asks for it gets {"id", "prefilled"} in between, as soon as its prompt is in SGLang's cache. Requests run side by side.
+When the other end of the socket closes, whatever the reason, this process ends and takes SGLang's processes with it.
+
+Nothing of megatron_treeopsd is imported here: the two environments hold different versions of everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import socket
+import sys
+from typing import Any
+
+LINE_BYTES = 1 << 28
+
+
+class Refused(Exception):
+    """SGLang answered that it could not do what was asked."""
+
+
+class Worker:
+    """Calls by name: each public coroutine below is one; its keyword arguments are the fields of the request."""
+
+    def __init__(self, engine: Any, tensor_parallel: int) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._tensor_parallel = tensor_parallel
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer requests until the other end closes the connection."""
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
+        self._send({"ready": True})
+        try:
+            async with asyncio.TaskGroup() as running:  # what goes wrong in one request, unforeseen, ends the process
+                while line := await reader.readline():
+                    running.create_task(self._answer(json.loads(line)))
+                raise EOFError
+        except* EOFError:  # nobody waits for what is still running
+            pass
+
+    async def _answer(self, request: dict[str, Any]) -> None:
+        number, call = request.pop("id"), request.pop("call")
+        try:
+            if call == "generate":
+                answer = {"id": number, "ok": await self.generate(number, **request)}
+            else:
+                answer = {"id": number, "ok": await getattr(self, call)(**request)}
+        except (Refused, ValueError) as error:  # SGLang raises ValueError for requests it does not take
+            answer = {"id": number, "error": str(error)}
+        self._send(answer)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    # --------------------------------------------------------------------------------------------------- sampling
+    async def generate(self, number: int, ids: list[int], sampling: dict[str, Any], announce: bool) -> dict[str, Any]:
+        """Sample behind `ids`; see `sglang.SGLangEngine` for the fields of the answer."""
+        chunks = await self._engine.async_generate(
+            input_ids=ids, sampling_params=sampling, return_logprob=True, stream=True, rid=f"r{number}"
+        )
+        last: dict[str, Any] = {}
+        async for chunk in chunks:
+            last = chunk  # each holds all so far
+            if announce:
+                self._send({"id": number, "prefilled": True})
+                announce = False
+        meta = last["meta_info"]
+        return {
+            "ids": last["output_ids"],
+            "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+            "finish": meta["finish_reason"]["type"],
+            "prompt_tokens": meta["prompt_tokens"],
+            "cached_tokens": meta["cached_tokens"],
+            "versions": sorted({span["version"] for span in meta["weight_versions"]}),
+        }
+
+    async def score(self, ids: list[int], start: int) -> dict[str, Any]:
+        """Log-probabilities of `ids[start:]`, at temperature 1."""
+        answer = await self._engine.async_generate(
+            input_ids=ids,
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=start - 1,  # the first entry has no log-probability: it says what the others follow
+        )
+        meta = answer["meta_info"]
+        return {
+            "logprobs": [entry[0] for entry in meta["input_token_logprobs"][1:]],
+            "prompt_tokens": meta["prompt_tokens"],
+            "cached_tokens": meta["cached_tokens"],
+        }
+
+    async def abort(self, number: int | None) -> None:
+        """Stop one request, or all of them; they are answered with what they have sampled."""
+        self._manager.abort_request(rid="" if number is None else f"r{number}", abort_all=number is None)
+
+    # ---------------------------------------------------------------------------------------------------- weights
+    async def begin(self) -> None:
+        """Open a weight update."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _check("begin_weight_update", *await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def update(self, path: str, nbytes: int, tensors: list[list[Any]], version: str) -> dict[str, int]:
+        """Load one bucket: `nbytes` of memory behind `path`, in which `tensors` [name, shape, dtype, offset] lie."""
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        metadata = []
+        for name, shape, dtype_name, offset in tensors:
+            dtype = getattr(torch, dtype_name)
+            size = torch.Size(shape).numel() * dtype.itemsize
+            metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, offset, offset + size, size))
+        with open(path, "rb+") as file:  # mapped, not read; PyTorch copies it once when it hands it on
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+        bucket = MultiprocessingSerializer.serialize({"flattened_tensor": memory, "metadata": metadata})
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[bucket] * self._tensor_parallel,
+            load_format="flattened_bucket",
+            flush_cache=False,  # once, at the end
+            weight_version=version,
+        )
+        _check("update_weights_from_tensor", *await self._manager.update_weights_from_tensor(update, None))
+        return {"tensors": len(metadata), "bytes": sum(each.numel for each in metadata)}
+
+    async def end(self) -> None:
+        """Close a weight update."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _check("end_weight_update", *await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def flush(self) -> None:
+        """Forget every cached key and value."""
+        answer = await self._manager.flush_cache(timeout_s=30)
+        _check("flush_cache", answer.success, answer.message)
+
+    async def checksum(self) -> str:
+        """A hash over all weights as SGLang holds them."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        success, message, _, checksum = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        _check("check_weights", success, message)
+        return str(checksum)
+
+    # ----------------------------------------------------------------------------------------------------- memory
+    async def release_memory(self, tags: list[str]) -> None:
+        """Give device memory back; SGLang must have no request and an empty cache."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Undo `release_memory`."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def _check(what: str, success: bool, message: str) -> None:
+    if not success:
+        raise Refused(f"{what}: {message}")
+
+
+def main() -> None:
+    """Start the engine, say that it is ready, serve."""
+    connection, settings = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    import sglang
+
+    engine = sglang.Engine(**settings)
+    try:
+        engine.loop.run_until_complete(Worker(engine, settings.get("tp_size", 1)).serve(connection))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":  # SGLang's processes import this file again
+    main()
