@@ -50,9 +50,15 @@ setup(
         ],
         # In an environment of its own: the engine is another process, and this release pins torch 2.14.1.
         "sglang": ["sglang==0.5.23"],
-        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "mypy==2.4.1"],
+        "dev": [
+            "pytest==9.2.0",
+            "hypothesis==6.170.17",
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "triton==3.7.1",  # kernels are tested in its interpreter and compiled offline
+        ],
         # The other side of tools/bench/step.py, in an environment of its own so that nothing of it leaks into ours.
-        "bench": ["torch==2.13.0", "transformers==5.24.0", "trl==1.16.0"],
+        "bench": ["torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "triton==3.7.1", "liger-kernel==0.8.5"],
     },
     entry_points={"console_scripts": ["treeopsd = megatron_treeopsd.cli:main"]},
 )
