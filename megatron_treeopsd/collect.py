@@ -28,11 +28,18 @@ Exchange = Callable[[list[tuple[int, RolloutTree]]], list[list[tuple[int, Rollou
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which questions this rank grows: those whose index is `rank` modulo `world`."""
+    """Which questions this rank grows: those of its engine, which are dealt out in turn. Guests of an engine: none."""
 
     rank: int
     world: int
     exchange: Exchange
+    ranks_per_engine: int = 1
+
+    def of(self, count: int) -> range:
+        """The indices among `count` questions."""
+        number, guest = divmod(self.rank, self.ranks_per_engine)
+        engines = -(-self.world // self.ranks_per_engine)
+        return range(0) if guest else range(number, count, engines)
 
 
 class Collector:
@@ -79,7 +86,7 @@ class Collector:
         return scores | (_scores(sampled, "sampled") if sampled else {})
 
     def _grow(self, expansion: Expansion, questions: Sequence[Question], seed: tuple[object, ...]) -> list[RolloutTree]:
-        mine = range(self._share.rank, len(questions), self._share.world)
+        mine = self._share.of(len(questions))
 
         async def grow_all() -> list[RolloutTree]:
             async def grow(index: int) -> RolloutTree:

@@ -231,9 +231,12 @@ class EmbeddedEngine(Section):
     name: Literal["embedded"] = "embedded"
     max_batch: int = Field(192, ge=1, description="requests decoded together")
     cache_tokens: int = Field(262_144, ge=256, description="capacity of the prefix cache")
+    verify_every: int = Field(0, ge=0, description="publishes between checks against the trainer; 0: never")
+    verify_tolerance: float = Field(1e-3, gt=0, description="nats a token's log-probability may differ in that check")
 
     @property
     def ranks_per_engine(self) -> int:
+        """Each training process has its own."""
         return 1
 
 

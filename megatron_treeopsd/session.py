@@ -22,6 +22,7 @@ from megatron_treeopsd.learn import Learner, mismatch
 from megatron_treeopsd.observe.journal import Journal
 from megatron_treeopsd.observe.spans import Spans
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.published import check_probes, sample_probe
 from megatron_treeopsd.questions import QuestionSource, stable_seed
 from megatron_treeopsd.tokenizer import load_tokenizer
 from megatron_treeopsd.tree import Question, RolloutTree
@@ -39,6 +40,7 @@ class Session:
         self._cleanup = ExitStack()
         self._first_step = 0
         self._interrupted = False
+        self._publishes = 0
         self._evaluations: list[dict[str, Any]] = []
         self._tokens: dict[str, int] = {"generated": 0, "cached": 0, "computed_prompt": 0}
 
@@ -71,14 +73,18 @@ class Session:
         self.credit = credit.build(recipe.credit)
         self._objective = objective.build(recipe.objective)
         self.policy = Policy(recipe, self.parallel, total_steps=recipe.optimizer_steps)
-        self._engine = engine.build(recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype)
+        self._engine = engine.build(
+            recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype, rank=self.parallel.rank
+        )
         self._cleanup.callback(self._engine.close)
         self.collector = Collector(
             recipe,
             engine=self._engine,
             environment=world,
             reward=reward.build(recipe.reward),
-            share=Share(self.parallel.rank, self.parallel.world, parallel.all_gather_objects),
+            share=Share(
+                self.parallel.rank, self.parallel.world, parallel.all_gather_objects, recipe.engine.ranks_per_engine
+            ),
         )
         self.learner = Learner(
             recipe, policy=self.policy, objective=self._objective, gather=parallel.all_gather_objects
@@ -146,6 +152,19 @@ class Session:
 
     def _publish(self) -> None:
         self._engine.publish(self.policy.named_tensors(), version=self._version)
+        self._publishes += 1
+        every = self.recipe.engine.verify_every
+        if every and self._publishes % every == 0 and self._objective.uses_behaviour:
+            self._verify()
+
+    def _verify(self) -> None:
+        """All ranks score what each engine samples, so that all end with the same error if one is wrong."""
+        recipe, holds_engine = self.recipe, self.parallel.rank % self.recipe.engine.ranks_per_engine == 0
+        vocabulary, temperature = self.policy.hf_config.vocab_size, recipe.rollout.temperature
+        mine = [sample_probe(self._engine, vocabulary=vocabulary, temperature=temperature)] if holds_engine else []
+        probes = [probe for part in parallel.all_gather_objects(mine) for probe in part]
+        tolerance = recipe.engine.verify_tolerance
+        check_probes(probes, self.learner.behaviour(probes), version=self._version, tolerance=tolerance)
 
     def evaluate(self, when: str) -> None:
         """Score the fixed evaluation questions; the training clock stands still. Once for each `when` and step."""

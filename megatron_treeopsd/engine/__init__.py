@@ -13,14 +13,20 @@ if TYPE_CHECKING:
     from megatron_treeopsd import config
 
 
-def build(section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype) -> Engine:
-    """The engine of a recipe, serving the Hugging Face folder `checkpoint`; `dtype` is a torch dtype or its name."""
+def build(section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype, rank: int = 0) -> Engine:
+    """The engine of training process `rank`, serving the Hugging Face folder `checkpoint`.
+
+    `dtype` is a torch dtype or its name. Where several processes share an engine, the first of them holds it.
+    """
     import torch
 
     from megatron_treeopsd.engine.embedded import EmbeddedEngine
+    from megatron_treeopsd.engine.guest import GuestEngine
     from megatron_treeopsd.engine.sglang import SGLangEngine
 
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if rank % section.ranks_per_engine:
+        return GuestEngine()
     if section.name == "sglang":
         return SGLangEngine(section, checkpoint=checkpoint, dtype=dtype)
     return EmbeddedEngine.from_checkpoint(

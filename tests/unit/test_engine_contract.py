@@ -37,15 +37,6 @@ class Served(NamedTuple):
     folder: Path
 
 
-@pytest.fixture(scope="session")
-def shared_engines() -> Iterator[dict[tuple[str, str], Engine]]:
-    """Engines by name and family, for those that take long to start."""
-    running: dict[tuple[str, str], Engine] = {}
-    yield running
-    for engine in running.values():
-        engine.close()
-
-
 @pytest.fixture(
     params=[
         pytest.param((name, family), id=f"{name}-{family}", marks=getattr(pytest.mark, case.tier))
