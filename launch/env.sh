@@ -24,11 +24,13 @@ venv="$root/.venv"
 made="$venv/.made"             # where this script made the environment, and of which Python
 unfinished="$venv/.unfinished" # there while an install runs; left behind by one that was killed
 constraints="$root/constraints.txt"
+sources=("$root/setup.py" "$constraints")
 if [[ "$*" == sglang ]]; then
     venv="$root/.venv-sglang" made="$root/.venv-sglang/.made" unfinished="$root/.venv-sglang/.unfinished"
     constraints="$root/launch/sglang_cpu/requirements.txt"
+    sources=("$constraints")
 fi
-wanted="$(cd -- "$root" && cat setup.py "$constraints" launch/env.sh | sha256sum)"
+wanted="$(cat "${sources[@]}" "$root/launch/env.sh" | sha256sum)"
 
 finish() {
     echo "$venv/bin:$PATH"

@@ -28,7 +28,7 @@ def test_engine_and_trainer_agree_or_the_version_is_named(tmp_path: Path) -> Non
     assert again.turns[0].sampled_ids == probe.turns[0].sampled_ids
     logprobs = np.array(reference_logprobs(policy, probe.prompt_ids, probe.turns[0].sampled_ids, temperature=0.7))
     assert check_probes([probe], [[logprobs]], version=3, tolerance=1e-4) < 1e-5
-    with pytest.raises(EngineError, match="engine 1 does not serve version 3 .* differs .* by 2.00e-03"):
+    with pytest.raises(EngineError, match=r"engine 1 does not serve version 3 .* differs .* by 2\.00e-03"):
         check_probes([probe, probe], [[logprobs], [logprobs - 2e-3]], version=3, tolerance=1e-3)
     with pytest.raises(EngineError, match="it says version 3"):
         check_probes([probe], [[logprobs]], version=4, tolerance=1e-3)
