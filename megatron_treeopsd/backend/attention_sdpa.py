@@ -1,8 +1,9 @@
 """Tree attention by torch's scaled dot product attention: the kernel of the CPU, and of float32 on a GPU.
 
 Short runs of queries are grouped by size, so that a few calls do all of them with little padding; their masks are at
-most `LONG` rows high. A longer run that continues a path is two calls without a mask, everything in front of it and
-itself, whose results are merged by their log-sum-exp (PERFORMANCE.md §B). No memory grows with queries times keys.
+most `LONG` rows high. Longer runs are attended on their own and without a mask: what stands in front of the queries in
+one call, the queries themselves in another, merged by their log-sum-exp (PERFORMANCE.md §B). So no memory grows with
+queries times keys. (Only on the CPU: a GPU's kernels are called differently, so there all runs are grouped.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from megatron_treeopsd.backend.rows import GatherRows
 from megatron_treeopsd.batch.packed import PackedTrees
+
+STRIP = 128
+"""Queries of one call where no mask is used. The CPU kernel computes all of a causal square, half of it for nothing."""
 
 LONG = 64
 """Queries from which on a run is attended on its own: what a mask would hide of their square costs more than a call."""
@@ -127,7 +131,7 @@ def sdpa_attention(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionP
     ):
         q = q.unflatten(0, (group.chains, group.queries)).transpose(1, 2)
         k, v = (x.unflatten(0, (group.chains, group.keys)).transpose(1, 2) for x in (k, v))
-        if group.mask is None and group.queries < group.keys:
+        if group.mask is None and (group.queries < group.keys or _in_strips(q)):
             attended = _EndOfPath.apply(q, k, v, scale)
         else:
             attended = F.scaled_dot_product_attention(
@@ -143,22 +147,33 @@ def sdpa_attention(query: Tensor, keys: Tensor, values: Tensor, plan: AttentionP
     return GatherRows.apply(torch.cat(outputs), plan.places)
 
 
-class _EndOfPath(torch.autograd.Function):
-    """Queries [1, heads, q, dim] that are the end of keys and values [1, groups, k, dim]: bottom-right causal.
+def _in_strips(q: Tensor) -> bool:
+    """Whether plain causal attention is worth more than one call."""
+    return q.device.type == "cpu" and q.shape[2] > 2 * STRIP
 
-    Softmax over two parts of the keys is the mean of the parts' results, weighted by their shares of the normaliser.
-    The backward pass of a part needs nothing but the whole result and the whole normaliser.
+
+class _EndOfPath(torch.autograd.Function):
+    """Queries [n, heads, q, dim] that are the end of keys and values [n, groups, k, dim]: bottom-right causal.
+
+    Strip after strip of `STRIP` queries. Softmax over two parts of the keys is the mean of the parts' results, weighted
+    by their shares of the normaliser; the backward pass of a part needs the whole result and the whole normaliser.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        before = k.shape[2] - q.shape[2]
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        front, front_sum = flash(q, k[:, :, :before], v[:, :, :before], is_causal=False, scale=scale)
-        end, end_sum = flash(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
-        log_sum = torch.logaddexp(front_sum, end_sum)
-        merged = front * (front_sum - log_sum).exp()[..., None] + end * (end_sum - log_sum).exp()[..., None]
-        merged = merged.to(q.dtype)
+        outputs, log_sums = [], []
+        for rows, front, end in _strips(q, k):
+            part = q[:, :, rows]
+            output, log_sum = flash(part, k[:, :, end], v[:, :, end], is_causal=True, scale=scale)
+            if front.stop:
+                ahead, ahead_sum = flash(part, k[:, :, front], v[:, :, front], is_causal=False, scale=scale)
+                share = torch.sigmoid(ahead_sum - log_sum)[..., None]
+                output = torch.lerp(output, ahead, share.to(output.dtype))
+                log_sum = torch.logaddexp(ahead_sum, log_sum)
+            outputs.append(output)
+            log_sums.append(log_sum)
+        merged, log_sum = torch.cat(outputs, 2), torch.cat(log_sums, 2)
         ctx.save_for_backward(q, k, v, merged, log_sum)
         ctx.scale = scale
         return merged
@@ -166,10 +181,24 @@ class _EndOfPath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, merged, log_sum = ctx.saved_tensors
-        before = k.shape[2] - q.shape[2]
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        front, end = (
-            flash(grad, q, k[:, :, part], v[:, :, part], merged, log_sum, 0.0, causal, scale=ctx.scale)
-            for part, causal in ((slice(None, before), False), (slice(before, None), True))
-        )
-        return front[0] + end[0], torch.cat((front[1], end[1]), 2), torch.cat((front[2], end[2]), 2), None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for rows, *parts in _strips(q, k):
+            given = (x[:, :, rows] for x in (grad, q, merged, log_sum))
+            g, part, output, sums = given
+            for keys, causal in zip(parts, (False, True), strict=True):
+                if keys.start == keys.stop:
+                    continue
+                grads = flash(g, part, k[:, :, keys], v[:, :, keys], output, sums, 0.0, causal, scale=ctx.scale)
+                for total, where, value in zip((grad_q, grad_k, grad_v), (rows, keys, keys), grads, strict=True):
+                    total[:, :, where] += value
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _strips(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """(queries, keys in front of them, their own keys) of each strip."""
+    before = k.shape[2] - q.shape[2]
+    for start in range(0, q.shape[2], STRIP):
+        stop = min(start + STRIP, q.shape[2])
+        yield slice(start, stop), slice(0, before + start), slice(before + start, before + stop)

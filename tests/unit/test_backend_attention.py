@@ -78,8 +78,10 @@ VARLEN = varlen_kernel("reference", chain_by_chain)
 @pytest.mark.parametrize("kernel", ["grouped", "long runs", "varlen"])
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_attention_with_a_dense_mask(seed: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients; `long runs` attends every run that continues a path without a mask, in two parts."""
-    monkeypatch.setattr(attention_sdpa, "LONG", 1 if kernel == "long runs" else 64)
+    """Output and gradients; `long runs` attends every run without a mask, in strips and their two parts."""
+    if kernel == "long runs":
+        monkeypatch.setattr(attention_sdpa, "LONG", 1)
+        monkeypatch.setattr(attention_sdpa, "STRIP", 5)
     packed = pack_forest(random_forest(np.random.default_rng(seed), trees=2, turns=12, length=40), share=True)
     inputs = [torch.randn(packed.token_count, n, WIDTH, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS)]
     weight = torch.randn(packed.token_count, HEADS * WIDTH, dtype=torch.float64)
