@@ -159,6 +159,11 @@ class Policy:
         return sum(parameter.numel() for parameter in model.parameters())
 
     @property
+    def attention(self) -> str:
+        """The attention kernel, and why it was chosen."""
+        return self.model.kernel.name
+
+    @property
     def _speaks_for_its_model(self) -> bool:
         return self.parallel.is_last_stage and self.parallel.tp_rank == self.parallel.cp_rank == 0
 

@@ -71,14 +71,16 @@ class Console:
         """Take the progress bar away. Calling it twice is fine."""
         self._progress.stop()
 
-    def header(self, *, parameters: int | None = None, first_step: int = 0) -> None:
-        """Name of the run, what it will do, and where it continues if it does."""
+    def header(self, *, parameters: int | None = None, first_step: int = 0, attention: str = "") -> None:
+        """Name of the run, what it will do and with which attention kernel, and where it continues if it does."""
         recipe = self._recipe
         name = f"{recipe.task.name} · {recipe.method}"
         self._print(Text.assemble((name, "bold"), ("  →  ", "dim"), f"{recipe.run}"))
         lines = recipe_lines(recipe)
         if parameters:
             lines["model"] += f", {compact(parameters)} parameters"
+        if attention:
+            lines["attention"] = attention
         if first_step:
             lines["resumed"] = f"{first_step} steps are done"
         for label, text in lines.items():

@@ -29,7 +29,7 @@ class Journal:
         self._console: Console | None = None
         self._last: tuple[int, Sequence[RolloutTree], TurnNotes] | None = None
 
-    def start(self, first_step: int, *, parameters: int) -> None:
+    def start(self, first_step: int, *, parameters: int, attention: str = "") -> None:
         """Begin writing at `first_step`; what an earlier process wrote behind it is dropped."""
         if self._folder is None:
             return
@@ -37,7 +37,7 @@ class Journal:
         save_recipe(self._recipe, self._folder.recipe)
         self._metrics = MetricsWriter(self._folder)
         self._console = Console(self._recipe)
-        self._console.header(parameters=parameters, first_step=first_step)
+        self._console.header(parameters=parameters, first_step=first_step, attention=attention)
 
     def step(self, step: int, values: Mapping[str, float], *, training_seconds: float, total_seconds: float) -> None:
         if self._metrics is None or self._console is None:

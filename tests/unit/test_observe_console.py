@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def test_a_log_has_plain_lines_that_can_be_read_alone(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(fake_recipe(tmp_path), file=out)
-    console.header(parameters=1_770_000)
+    console.header(parameters=1_770_000, attention="the fast one (it is there)")
     values = {
         "rollout/reward_mean": 0.4123, "rollout/exact_match": 0.4, "rollout/turns_mean": 3.1, "train/loss": -0.0123,
         "train/grad_norm": 0.43, "rollout/tokens_per_second": 1900.0, "span/rollout": 1.0, "span/rollout/prefill": 0.5,
@@ -38,6 +38,7 @@ def test_a_log_has_plain_lines_that_can_be_read_alone(tmp_path: Path) -> None:
     header, _, steps = text.partition("\n\n")
     assert "factbook · treeopsd" in header
     assert "1.8M parameters" in header
+    assert "attention the fast one (it is there)" in header
     assert "initialize_then_expand" in header
     assert "after 1000 steps or 2 min 30 s of training" in header
     first, second = steps.splitlines()
