@@ -11,6 +11,7 @@ so they come out as if nothing had happened.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import shutil
@@ -30,6 +31,7 @@ from megatron_treeopsd import config
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_score
 from megatron_treeopsd.engine.gate import Gate, Ticket
+from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.sglang_process import SHIM, EngineDied, EngineProcess
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
 
@@ -37,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 FAMILIES = ("qwen3", "qwen3_moe")
 """`model_type` values that this engine is tested with."""
-
-_PRIMER = 16
-"""Tokens of the request that shows whether a publish has emptied the cache."""
 
 
 class SGLangEngine(Engine):
@@ -247,28 +246,8 @@ class SGLangEngine(Engine):
                                   f"{error}") from error  # fmt: skip
 
     def _load(self, process: EngineProcess, weights: StagedWeights, version: int) -> None:
-        """Hand a complete set over and make sure that nothing computed with the old one is left."""
-        seconds = self._section.request_seconds
-        primer = {"ids": [i % self._vocabulary for i in range(1, _PRIMER + 1)], "start": _PRIMER - 1}
-        process.call("score", seconds=seconds, **primer)  # something old in the cache
-        process.call("begin", seconds=seconds)
-        for bucket in weights.buckets:
-            taken = process.call(
-                "update",
-                seconds=seconds,
-                path=bucket.path,
-                nbytes=bucket.nbytes,
-                tensors=[[placed.name, placed.shape, bucket.dtype, placed.offset] for placed in bucket.tensors],
-                version=str(version),
-            )
-            if taken != {"tensors": len(bucket.tensors), "bytes": bucket.payload}:
-                raise EngineError(f"SGLang took {taken} of a bucket of {len(bucket.tensors)} tensors and "
-                                  f"{bucket.payload} bytes")  # fmt: skip
-        process.call("end", seconds=seconds)
-        process.call("flush", seconds=seconds)
-        cached = process.call("score", seconds=seconds, **primer)["cached_tokens"]
-        if cached:
-            raise EngineError(f"the cache was not emptied: {cached} tokens of the old weights are still in it")
+        call = functools.partial(process.call, seconds=self._section.request_seconds)
+        hand_over(call, weights, version=version, vocabulary=self._vocabulary)
 
     # -------------------------------------------------------------------------------------------------- the process
     def _start(self) -> EngineProcess:

@@ -1,0 +1,187 @@
+"""The real SGLang in its own process: what can go wrong with weights and processes, and that it is noticed.
+
+The trainer is transformers' float32 forward here. tests/integration/test_run_sglang.py has the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_fixtures import ENGINES, VOCABULARY, checkpoint_weights, random_policy, reference_logprobs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
+from megatron_treeopsd.engine.sglang import SGLangEngine
+from megatron_treeopsd.engine.staging import StagedWeights
+from megatron_treeopsd.published import check_probes, sample_probe
+
+pytestmark = pytest.mark.sglang
+
+FAMILY = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of the same shape with different weights."""
+    made = [tmp_path_factory.mktemp("policy") / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(made):
+        random_policy(FAMILY, seed=seed).save_pretrained(folder)
+    return made
+
+
+@pytest.fixture
+def engine(folders: list[Path], shared_engines: dict[tuple[str, str], Engine]) -> SGLangEngine:
+    """Serves version 1, the first checkpoint."""
+    key = ("sglang", FAMILY)
+    if key not in shared_engines:
+        shared_engines[key] = ENGINES["sglang"].build(folders[0])
+    engine = shared_engines[key]
+    assert isinstance(engine, SGLangEngine)
+    engine.publish(checkpoint_weights(folders[0]).items(), version=1)
+    engine.counters.reset()
+    return engine
+
+
+def difference(engine: SGLangEngine, policy: PreTrainedModel) -> float:
+    """What the check after a publish finds if `policy` is the trainer's; raises `EngineError` as it does."""
+    probe = sample_probe(engine, vocabulary=VOCABULARY, temperature=1.0)
+    expected = [np.array(reference_logprobs(policy, probe.prompt_ids, probe.turns[0].sampled_ids))]
+    return check_probes([probe], [expected], version=engine.version, tolerance=1e-4)
+
+
+def update(engine: SGLangEngine, weights: dict[str, Tensor], *, leave_out: str = "") -> None:
+    """A weight update by hand, without a step or with tensors under any name."""
+    process = engine._process
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with StagedWeights(weights.items(), shapes=shapes, tied=False, dtype=torch.float32, bucket_bytes=2**20) as staged:
+        for bucket in staged.buckets:
+            process.call("begin", seconds=60)
+            tensors = [[placed.name, placed.shape, bucket.dtype, placed.offset] for placed in bucket.tensors]
+            process.call("update", seconds=60, path=bucket.path, nbytes=bucket.nbytes, tensors=tensors, version="1")
+            process.call("end", seconds=60)
+    if leave_out != "flush":
+        process.call("flush", seconds=60)
+
+
+def with_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+
+
+# ------------------------------------------------------------------------------------------- what a check must notice
+def test_a_good_publish_passes_the_check(engine: SGLangEngine, folders: list[Path]) -> None:
+    assert difference(engine, random_policy(FAMILY)) < 1e-4
+    engine.publish(checkpoint_weights(folders[1]).items(), version=2)
+    assert difference(engine, random_policy(FAMILY, seed=1)) < 1e-4
+    assert engine.counters.requests == 0, "probes are not rollouts"
+
+
+def test_keys_and_values_of_old_weights_are_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
+    difference(engine, random_policy(FAMILY))  # the probe's prompt is in the cache now
+    update(engine, with_head(checkpoint_weights(folders[1])), leave_out="flush")
+    with pytest.raises(EngineError, match="does not serve version 1"):
+        difference(engine, random_policy(FAMILY, seed=1))
+    engine._process.call("flush", seconds=60)
+    assert difference(engine, random_policy(FAMILY, seed=1)) < 1e-4
+
+
+class Forgetful:
+    """An engine process that says it did a step and did not."""
+
+    def __init__(self, process: Any, step: str) -> None:
+        self.process, self.step = process, step
+
+    def call(self, call: str, **fields: Any) -> Any:
+        return None if call == self.step else self.process.call(call, **fields)
+
+
+@pytest.mark.parametrize(("step", "message"), [("flush", "cache was not emptied"), ("update", "took None of a bucket")])
+def test_a_step_of_a_publish_that_did_not_happen_is_noticed(
+    engine: SGLangEngine, folders: list[Path], step: str, message: str
+) -> None:
+    assert engine._weights is not None
+    with pytest.raises(EngineError, match=message):
+        engine._load(Forgetful(engine._process, step), engine._weights, 2)  # type: ignore[arg-type]
+    if step == "update":
+        engine._process.call("end", seconds=60)
+
+
+def fused(policy: PreTrainedModel) -> dict[str, Tensor]:
+    """The names that transformers has in memory: all experts of a layer in one tensor."""
+    return {name: parameter.detach() for name, parameter in policy.named_parameters()}
+
+
+def test_fused_expert_names_are_refused_and_would_be_noticed(engine: SGLangEngine) -> None:
+    other = random_policy(FAMILY, seed=1)
+    with pytest.raises(EngineError, match=r"unknown name model.layers.0.mlp.experts.gate_up_proj"):
+        engine.publish(fused(other).items(), version=2)
+    assert engine.version == 1
+    update(engine, with_head(fused(other)))  # SGLang takes them, and says that all went well
+    with pytest.raises(EngineError, match="differs from the trainer's"):
+        difference(engine, other)
+
+
+def test_a_lost_bucket_is_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
+    weights = with_head(checkpoint_weights(folders[1]))
+    lost = [name for name in weights if name.startswith("model.layers.1.mlp.experts")]
+    update(engine, {name: tensor for name, tensor in weights.items() if name not in lost})
+    with pytest.raises(EngineError, match="differs from the trainer's"):
+        difference(engine, random_policy(FAMILY, seed=1))
+
+
+def test_a_half_finished_update_is_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
+    weights = dict(sorted(checkpoint_weights(folders[1]).items())[:10])
+    update(engine, weights)
+    for seed in range(2):  # neither the old weights nor the new ones
+        with pytest.raises(EngineError, match="differs from the trainer's"):
+            difference(engine, random_policy(FAMILY, seed=seed))
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+def many(engine: SGLangEngine, *, tokens: int) -> list[Completion]:
+    async def gather() -> list[Completion]:
+        prompts = ([3 + (7 * i + j) % 90 for j in range(12)] for i in range(24))
+        sampling = Sampling(tokens, frozenset({1, 2}), 1.0)
+        calls = (engine.generate(ids, seed=i, sampling=sampling, session=str(i)) for i, ids in enumerate(prompts))
+        return list(await asyncio.gather(*calls))
+
+    return asyncio.run(gather())
+
+
+def test_aborted_requests_return_what_they_have(engine: SGLangEngine) -> None:
+    async def run() -> Completion:
+        sampling = Sampling(200, frozenset(), 1.0)
+        task = asyncio.create_task(engine.generate([5, 6, 7], seed=1, sampling=sampling, session="x"))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(engine.abort)
+        return await task
+
+    completion = asyncio.run(run())
+    assert completion.finish == "abort"
+    assert 0 < len(completion.ids) == len(completion.logprobs) < 200
+
+
+def test_a_killed_engine_comes_back_and_samples_the_same(
+    engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, checksum, pid = many(engine, tokens=60), engine.checksum(), engine.pid
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    with caplog.at_level(logging.WARNING):
+        after = many(engine, tokens=60)
+    killer.join()
+    assert engine.pid != pid, "it was killed while it was sampling"
+    assert [completion.ids for completion in after] == [completion.ids for completion in before]
+    assert [completion.version for completion in after] == [1] * 24
+    assert engine.checksum() == checksum
+    assert "starting it again with version 1, lost requests follow" in caplog.text
+    assert "the engine is back" in caplog.text
