@@ -84,7 +84,7 @@ class Console:
         if first_step:
             lines["resumed"] = f"{first_step} steps are done"
         for label, text in lines.items():
-            self._print(Text.assemble((f"  {label:<9}", "dim"), text))
+            self._print(Text.assemble((f"  {label:<10}", "dim"), text))
         self._print(Text())
 
     @contextmanager
@@ -177,7 +177,7 @@ class Console:
         places["metrics"] = f"tensorboard --logdir {root}/tensorboard"
         self._print(Text())
         for label, text in places.items():
-            self._print(Text.assemble((f"  {label:<9}", "dim"), text))
+            self._print(Text.assemble((f"  {label:<10}", "dim"), text))
 
     def _print(self, text: Text) -> None:
         self._rich.print(text, soft_wrap=not self._rich.is_terminal)
