@@ -1,6 +1,6 @@
 """The two pictures of the README from a run folder: its learning curve, and one of its trees with credits.
 
-    python tools/pictures.py runs/quickstart --step 10 --tree 9 [--to docs/images]
+Usage: python tools/pictures.py runs/quickstart --step 10 --tree 9 [--to docs/images]
 """
 
 from __future__ import annotations
