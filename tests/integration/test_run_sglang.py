@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import metrics, trained, treeopsd, words
+from runs import POLICY, ROOT, environment, metrics, trained, treeopsd, words
 
 from megatron_treeopsd.tree import load_trees
 
@@ -32,6 +35,20 @@ def test_two_training_processes_and_one_engine_take_three_steps(factbook: Path, 
     for step in range(3):
         trees = load_trees(run / "trees" / f"step_{step:06d}.safetensors")
         assert {turn.version for tree in trees for turn in tree.turns} == {step}
+
+
+def test_rollouts_compute_unique_tokens_and_a_page_a_branch(factbook: Path) -> None:
+    """Real questions, from the engine's own count of what was in its cache."""
+    bench = ROOT / "tools" / "bench" / "rollout.py"
+    data = (f"task.data={factbook}", f"model.checkpoint={POLICY}")
+    done = subprocess.run(
+        [sys.executable, str(bench), "--engine", "sglang", "--questions", "3", "--json", *data],
+        env=environment(), cwd=ROOT, text=True, capture_output=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["unique_prompt_tokens"] <= found["prompt_tokens_computed"] <= found["limit_prompt_tokens"]
+    assert found["prompt_tokens_computed"] < found["cold_branch_prompt_tokens"] < found["no_cache_prompt_tokens"]
 
 
 def test_a_port_in_use_ends_the_run_in_plain_words(factbook: Path, tmp_path: Path) -> None:
