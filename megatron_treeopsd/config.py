@@ -224,6 +224,19 @@ class Rollout(Section):
     temperature: float = Field(1.0, gt=0)
 
 
+class Mismatch(Section):
+    """What is done where the engine's log-probabilities differ from the trainer's."""
+
+    truncate: Literal["none", "turn"] = Field(
+        "none", description="turn: weigh a turn with min(ratio, cap), ratio: its probability, trainer over engine"
+    )
+    cap: float = Field(2.0, gt=0, description="largest importance weight")
+    drop_above: float | None = Field(None, gt=0, description="drop turns whose |log ratio| is larger, and count them")
+    alarm_rise: float = Field(3.0, ge=0, description="warn if the mean difference grew by this factor; 0: never")
+    alarm_window: int = Field(10, ge=1, description="steps at the start and at the end that are compared")
+    alarm_floor: float = Field(1e-3, ge=0, description="nats a token below which growth is no concern")
+
+
 # ----------------------------------------------------------------------------------------------------------- cluster
 class EmbeddedEngine(Section):
     """The policy inside the training process, for machines without a GPU."""
@@ -321,6 +334,7 @@ class Recipe(Section):
     update: Update = Update()
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
+    mismatch: Mismatch = Mismatch()
     engine: Engine = EmbeddedEngine()
     layout: Layout = Layout()
     packing: Packing = Packing()

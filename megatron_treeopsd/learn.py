@@ -14,6 +14,7 @@ from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.plan import plan_micro_batches
 from megatron_treeopsd.batch.weights import loss_weights
 from megatron_treeopsd.config import Recipe
+from megatron_treeopsd.mismatch import corrections
 from megatron_treeopsd.objective.base import Objective, Report
 from megatron_treeopsd.questions import stable_seed
 from megatron_treeopsd.tree import RolloutTree
@@ -79,6 +80,10 @@ class Learner:
             name: [np.full(len(t.turns), np.nan) for t in trees] for name in ("log_ratio", "target_log_ratio")
         }
         self._credits = credits
+        factors = [np.ones(len(tree.turns)) for tree in trees]
+        corrected: dict[str, float] = {}
+        if self._objective.uses_behaviour:
+            factors, corrected = corrections(trees, behaviour, self._recipe.mismatch)
         items = [TrainedTree(*parts) for parts in zip(trees, credits, behaviour, strict=True)]
         chosen = [
             index
@@ -91,17 +96,21 @@ class Learner:
             random.Random(stable_seed("mini-batches", self._recipe.seed, step, epoch)).shuffle(order)
             for part in np.array_split(np.array(order, dtype=np.int64), update.mini_batches):
                 if len(part):
-                    metrics.append(self._mini_batch([items[i] for i in part], part.tolist()))
+                    metrics.append(self._mini_batch([items[i] for i in part], factors, part.tolist()))
         return {
             "train/trained_tokens": float(sum(trees[i].sampled_count for i in chosen)),
             "train/unique_tokens": float(sum(trees[i].token_count for i in chosen)),
             "train/optimizer_steps": float(len(metrics)),
+            **corrected,
             **_means(metrics),
         }
 
-    def _mini_batch(self, trees: Sequence[TrainedTree], positions: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on `trees`, which stand at `positions` in the step's list."""
-        weights = loss_weights([item.tree for item in trees], self._recipe.update)
+    def _mini_batch(
+        self, trees: Sequence[TrainedTree], factors: Sequence[np.ndarray], positions: Sequence[int]
+    ) -> dict[str, float]:
+        """One optimizer step on `trees`, which stand at `positions` in the step's list, as do their `factors`."""
+        shares = loss_weights([item.tree for item in trees], self._recipe.update)
+        weights = [share * factors[position] for share, position in zip(shares, positions, strict=True)]
         micro_batches = self._pack(trees, weights)
         result = self._policy.update(micro_batches, self._objective)
         # ranks that computed the same numbers as another one have no reports
@@ -137,23 +146,6 @@ class Learner:
             [item.tree for item in trees], ranks=parallel.dp_size, budget=self._recipe.packing.micro_batch_tokens
         )
         return [pack(pieces, trees, weights, dtype=self._dtype) for pieces in planned[parallel.dp_rank]]
-
-
-def mismatch(trees: Sequence[RolloutTree], behaviour: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, in nats a token and as a ratio a turn."""
-    tokens = [np.empty(0)]
-    turns = [0.0]
-    for tree, logprobs in zip(trees, behaviour, strict=True):
-        for turn, values in zip(tree.turns, logprobs, strict=True):
-            difference = np.asarray(turn.sampled_logprobs) - values
-            tokens.append(np.abs(difference))
-            turns.append(abs(float(np.expm1(difference.sum()))))
-    every = np.concatenate(tokens)
-    return {
-        "mismatch/logprob_abs_mean": float(every.mean()) if every.size else 0.0,
-        "mismatch/logprob_abs_max": float(every.max()) if every.size else 0.0,
-        "mismatch/turn_ratio_error_max": max(turns),
-    }
 
 
 def _zeros(tree: RolloutTree) -> list[np.ndarray]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_treeopsd import credit, engine, environment, objective, reward
+from megatron_treeopsd import credit, engine, environment, mismatch, objective, reward
 from megatron_treeopsd.backend import checkpoint, failure, parallel
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.collect import Collector, Share
 from megatron_treeopsd.config import Recipe, RecipeError, read_recipe
 from megatron_treeopsd.environment.data import load_questions
-from megatron_treeopsd.learn import Learner, mismatch
+from megatron_treeopsd.learn import Learner
 from megatron_treeopsd.observe.journal import Journal
 from megatron_treeopsd.observe.spans import Spans
 from megatron_treeopsd.observe.turn_notes import TurnNotes
@@ -41,6 +41,7 @@ class Session:
         self._first_step = 0
         self._interrupted = False
         self._publishes = 0
+        self._alarm = mismatch.Alarm(recipe.mismatch)
         self._evaluations: list[dict[str, Any]] = []
         self._tokens: dict[str, int] = {"generated": 0, "cached": 0, "computed_prompt": 0}
 
@@ -197,7 +198,8 @@ class Session:
             **{f"span/{name}": value for name, value in seconds.items()},
         }
         if self._objective.uses_behaviour:
-            values |= mismatch(trees, behaviour)
+            values |= mismatch.measure(trees, behaviour)
+            values |= self._alarm.note(step, values["mismatch/logprob_abs_mean"])
         self.journal.step(
             step,
             values,

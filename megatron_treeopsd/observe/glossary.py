@@ -52,6 +52,9 @@ _TERMS = {
     "objective/loss": Term("objective", "sum over turns of weight times loss"),
     "mismatch/logprob_abs_mean": Term("engine against trainer", "mean absolute difference of log-probs, nats a token"),
     "mismatch/logprob_abs_max": Term("engine against trainer, worst", "largest absolute difference, nats a token"),
+    "mismatch/trend": Term("engine against trainer, trend", "mean difference over that of the first steps"),
+    "mismatch/truncated_turns": Term("truncated turns", "turns whose importance weight was cut to the cap", COUNT),
+    "mismatch/dropped_turns": Term("mismatched turns", "turns dropped because engine and trainer disagree", COUNT),
     "mismatch/turn_ratio_error_max": Term("engine against trainer, turns", "largest error of a turn's ratio"),
 }
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from trees import random_tree
 
+from megatron_treeopsd import config
 from megatron_treeopsd.cli import main
 from megatron_treeopsd.config import RecipeError, load_recipe
 from megatron_treeopsd.errors import is_user_error
-from megatron_treeopsd.learn import mismatch
+from megatron_treeopsd.mismatch import Alarm, corrections, measure
 from megatron_treeopsd.plan import describe, missing
 from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
@@ -43,10 +44,48 @@ def test_rollout_metrics_count_trajectories_not_turns() -> None:
 def test_mismatch_by_hand() -> None:
     tree = two_leaves()
     behaviour = [np.array([-1.1, -2.0]), np.array([-0.5]), np.array([-0.5])]
-    values = mismatch([tree], [behaviour])
+    values = measure([tree], [behaviour])
     assert values["mismatch/logprob_abs_mean"] == pytest.approx((0.1 + 0.2) / 4)
     assert values["mismatch/logprob_abs_max"] == pytest.approx(0.2)
     assert values["mismatch/turn_ratio_error_max"] == pytest.approx(1 - np.exp(-0.2))
+
+
+def test_corrections_by_hand() -> None:
+    """Turn 0 is half as likely in the engine as in the trainer, turn 1 twice, turn 2 nearly the same."""
+    tree = two_leaves()
+    engine = [np.array(turn.sampled_logprobs) for turn in tree.turns]
+    shifts = [np.log(2.0), np.log(0.5), 0.01]
+    behaviour = [values + shift / len(values) for values, shift in zip(engine, shifts, strict=True)]
+    off, counts = corrections([tree], [behaviour], config.Mismatch())
+    assert (off[0].tolist(), counts) == ([1.0, 1.0, 1.0], {})
+    section = config.Mismatch(truncate="turn", cap=1.5)
+    [factor], counts = corrections([tree], [behaviour], section)
+    assert factor == pytest.approx([1.5, 0.5, np.exp(0.01)])
+    assert counts == {"mismatch/truncated_turns": 1.0}
+    [factor], counts = corrections([tree], [behaviour], config.Mismatch(drop_above=0.5))
+    assert factor.tolist() == [0.0, 0.0, 1.0]
+    assert counts == {"mismatch/dropped_turns": 2.0}
+
+
+def test_the_alarm_is_about_growth_not_about_the_level(caplog: pytest.LogCaptureFixture) -> None:
+    section = config.Mismatch(alarm_window=3, alarm_rise=3.0, alarm_floor=1e-3)
+
+    def run(values: list[float]) -> list[dict[str, float]]:
+        caplog.clear()
+        alarm = Alarm(section)
+        return [alarm.note(step, value) for step, value in enumerate(values)]
+
+    assert run([0.1] * 8)[-1] == {"mismatch/trend": pytest.approx(1.0)}
+    assert caplog.text == ""
+    assert run([1e-6] * 3 + [1e-4] * 3)[-1]["mismatch/trend"] == pytest.approx(100.0)
+    assert caplog.text == "", "still far too small to matter"
+    noted = run([0.011, 0.012, 0.010, 0.02, 0.9, 0.03, 0.036, 0.038])
+    assert [bool(values) for values in noted] == [False] * 5 + [True] * 3
+    assert noted[-1] == {"mismatch/trend": pytest.approx(0.036 / 0.011)}
+    assert caplog.text.count("drift apart") == 2
+    assert "step 7: engine and trainer drift apart: 3.6e-02 nats a token, 3.3 times" in caplog.text
+    section = config.Mismatch(alarm_rise=0)
+    assert run([0.01] * 3 + [1.0] * 9)[-1] == {}
 
 
 def test_evaluation_questions_are_the_same_for_every_run() -> None:
