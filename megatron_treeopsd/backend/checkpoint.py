@@ -136,7 +136,7 @@ def load(path: Path, policy: Policy) -> dict[str, Any]:
 
 def layout_of(policy: Policy) -> dict[str, int]:
     place = policy.parallel
-    return {"world": place.world, "tp": place.tp, "pp": place.pp, "ep": place.ep, "etp": place.etp}
+    return {key: getattr(place, key) for key in ("world", "tp", "cp", "pp", "ep", "etp")}
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

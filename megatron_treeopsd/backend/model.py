@@ -91,6 +91,12 @@ def check_model(hf: PretrainedConfig, layout: Layout) -> None:
             raise RecipeError(
                 f"layout.etp={layout.etp} with layout.pp={layout.pp} needs a GPU: gloo lacks a collective"
             )
+        if layout.etp > 1 and layout.etp * layout.ep > layout.tp * layout.cp and not torch.cuda.is_available():
+            raise RecipeError(
+                f"layout.etp={layout.etp} with layout.ep={layout.ep} spreads experts over ranks with other "
+                f"micro-batches: only tp * cp = {layout.tp * layout.cp} ranks share one. That needs a GPU, since gloo "
+                "does not gather parts of unequal size; set layout.etp=1"
+            )
     else:
         divisions.append(("intermediate_size", hf.intermediate_size, "tp", layout.tp))
         for name, size in (("ep", layout.ep), ("etp", layout.etp)):

@@ -43,6 +43,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "ep2": {"ep": 2},
         "tp2_ep2_distributed": {"tp": 2, "ep": 2, "distributed_optimizer": True},
         "tp2_etp2": {"tp": 2, "etp": 2},
+        "cp2_ep2_distributed": {"cp": 2, "ep": 2, "distributed_optimizer": True},
         "ep2_bfloat16_distributed": {"ep": 2, "distributed_optimizer": True},
     },
 }

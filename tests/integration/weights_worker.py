@@ -25,7 +25,7 @@ from megatron_treeopsd.weights import streaming
 
 LAYOUTS = {
     "dense": [{}, {"tp": 2}, {"pp": 2}],
-    "moe": [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}],
+    "moe": [{}, {"tp": 2}, {"ep": 2}, {"pp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"cp": 2, "ep": 2}],
 }
 
 

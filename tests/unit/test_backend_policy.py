@@ -28,6 +28,7 @@ from megatron_treeopsd.backend.policy import NonFiniteError, Policy
 from megatron_treeopsd.batch.context import pad_rows
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.config import Layout, RecipeError
+from megatron_treeopsd.objective import BernoulliKL, Clipped, Likelihood
 from megatron_treeopsd.objective.base import Objective, Report, TurnTable
 
 pytestmark = pytest.mark.fast
@@ -218,6 +219,40 @@ def test_not_a_number_names_the_turn(where: str, state: ParallelState, checkpoin
         policy.update([packed], NotANumber(3, where))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_behaviour_log_probs_that_are_no_numbers(value: float, state: ParallelState, checkpoint: Path) -> None:
+    policy = Policy(recipe(checkpoint), state)
+    packed = batch()
+    behaviour = packed.turns.behaviour.clone()
+    behaviour[packed.turns.offsets[2]] = value
+    broken = replace(packed, turns=replace(packed.turns, behaviour=behaviour))
+    with pytest.raises(NonFiniteError, match=f"{packed.name(2)}: the log-prob of its token 0 is"):
+        policy.update([broken], BernoulliKL())
+
+
+def test_log_probs_are_of_the_distribution_that_was_sampled_from(state: ParallelState, tmp_path: Path) -> None:
+    """Temperature 0.7 in log-probs and objectives of sampled turns; a plain likelihood is that of the policy itself."""
+    reference = make_policy(tmp_path)
+    forest = random_forest(np.random.default_rng(0), turns=8)
+    packed = pack_forest(forest, share=True)
+    cold = Policy(recipe(tmp_path, rollout={"temperature": 0.7}), state)
+    head = reference.lm_head.weight
+    with torch.no_grad():
+        plain = reference_logprobs(reference, forest, packed)
+        reference.lm_head.weight = torch.nn.Parameter(head / 0.7)
+        sampled = reference_logprobs(reference, forest, packed)
+    assert (plain - sampled).abs().max() > 0.1
+    torch.testing.assert_close(cold.log_probs([packed])[0], sampled, atol=1e-5, rtol=1e-5)
+    turns = replace(packed.turns, behaviour=sampled.float())
+    result = cold.update([replace(packed, turns=turns)], Clipped(ratio="turn_sum"))
+    assert result.reports[0]["log_ratio"].abs().max() < 1e-4
+    fresh = Policy(recipe(tmp_path, rollout={"temperature": 0.7}), state)
+    reference.lm_head.weight = torch.nn.Parameter(head)
+    nll = fresh.update([packed], Likelihood()).loss
+    means = torch.stack([-part.mean() for part in plain.split(packed.turns.lengths.tolist())])
+    assert nll == pytest.approx(float((packed.turns.weight * means).sum()), rel=1e-5)
+
+
 def test_padding_rows_touch_nothing(state: ParallelState, checkpoint: Path) -> None:
     policy = Policy(recipe(checkpoint), state)
     packed = batch()
@@ -255,7 +290,8 @@ def test_a_layout_that_does_not_divide_the_world(layout: dict[str, int], world: 
         ({"tp": 4}, {}, "layout.tp=4 does not divide the model's num_key_value_heads=2"),
         ({"pp": 4}, {}, "layout.pp=4 does not divide the model's num_hidden_layers=2"),
         ({"ep": 3}, {}, "layout.ep=3 does not divide the model's num_experts=8"),
-        ({"etp": 5}, {}, "layout.etp=5 does not divide the model's moe_intermediate_size=32"),
+        ({"cp": 5, "etp": 5}, {}, "layout.etp=5 does not divide the model's moe_intermediate_size=32"),
+        ({"tp": 2, "etp": 2, "ep": 2}, {}, "layout.etp=2 with layout.ep=2 spreads experts over ranks with other"),
         ({}, {"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({}, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
     ],
