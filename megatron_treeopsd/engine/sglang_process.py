@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,7 +51,7 @@ class EngineProcess:
         with theirs, log.open("wb") as output:
             self._process = subprocess.Popen(
                 [str(python), "-P", str(WORKER), str(theirs.fileno()), json.dumps(settings)],
-                env={**os.environ, **variables},
+                env={**_environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -148,6 +149,15 @@ class EngineProcess:
             _settle(answer, error=EngineError(message["error"]))
         else:
             _settle(answer, value=message["ok"])
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables without those that say which rank of a training it is.
+
+    With them, PyTorch in the engine's processes would wait for torchrun to bring them together.
+    """
+    launcher = re.compile(r"(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+    return {name: value for name, value in os.environ.items() if not launcher.fullmatch(name)}
 
 
 def _settle(answer: Future[Any], *, value: Any = None, error: EngineError | None = None) -> None:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
+import os
+import signal
 import socket
 import sys
+import threading
 from typing import Any
 
 LINE_BYTES = 1 << 28
@@ -171,16 +174,25 @@ def _check(what: str, success: bool, message: str) -> None:
         raise Refused(f"{what}: {message}")
 
 
+def end_with_the_other_side(connection: socket.socket) -> None:
+    """Watch for a trainer that goes away while SGLang starts and cannot look; returns when it first asks something."""
+    if not connection.recv(1, socket.MSG_PEEK):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def main() -> None:
     """Start the engine, say that it is ready, serve."""
     connection, settings = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    threading.Thread(target=end_with_the_other_side, args=[connection], daemon=True).start()
     import sglang
 
     engine = sglang.Engine(**settings)
     try:
         engine.loop.run_until_complete(Worker(engine, settings.get("tp_size", 1)).serve(connection))
     finally:
-        engine.shutdown()
+        connection.close()
+    engine.shutdown()
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # what has not ended by now; this process leads a group of its own
 
 
 if __name__ == "__main__":  # SGLang's processes import this file again

@@ -51,9 +51,9 @@ def treeopsd(*arguments: str, processes: int = 1, timeout: float = 300) -> subpr
     )
 
 
-def trained(run: Path, data: Path, *more: str, processes: int = 1) -> dict[str, Any]:
+def trained(run: Path, data: Path, *more: str, processes: int = 1, timeout: float = 300) -> dict[str, Any]:
     """Run a small training that must succeed; returns its summary."""
-    done = treeopsd("train", *words(run, data, *more), processes=processes)
+    done = treeopsd("train", *words(run, data, *more), processes=processes, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     last = done.stdout.strip().splitlines()[-1]
     assert last == f"summary: {run / 'summary.json'}"

@@ -22,7 +22,14 @@ def test_two_training_processes_and_one_engine_take_three_steps(factbook: Path, 
     run = tmp_path / "run"
     layout = ("layout.ep=2", "engine=sglang", "engine.ranks_per_engine=2")
     summary = trained(
-        run, factbook, *layout, "steps=3", "update.questions_per_step=2", "logging.trees_every_steps=1", processes=2
+        run,
+        factbook,
+        *layout,
+        "steps=3",
+        "update.questions_per_step=2",
+        "logging.trees_every_steps=1",
+        processes=2,
+        timeout=900,
     )
     assert summary["steps"] == 3
     rows = metrics(run)

@@ -17,6 +17,7 @@ import torch
 from engine_fixtures import checkpoint_weights, random_policy
 
 from megatron_treeopsd import config
+from megatron_treeopsd.engine import sglang_worker
 from megatron_treeopsd.engine.base import Completion, EngineError, Sampling
 from megatron_treeopsd.engine.sglang import SGLangEngine
 
@@ -106,6 +107,20 @@ def test_another_architecture_is_refused(stub: Stub) -> None:
         stub.engine()
 
 
+def test_the_engine_knows_nothing_of_torchrun(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its process group would wait for the trainer's launcher, and the start would hang."""
+    torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+                "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")  # fmt: skip
+    for name in torchrun:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "1")
+    engine = stub.engine()
+    found = {item.partition("=")[0] for item in Path(f"/proc/{engine.pid}/environ").read_text().split("\0")}
+    assert not found.intersection(torchrun)
+    assert {"KEPT", "PYTHONPATH", "HF_HUB_OFFLINE"} <= found
+    engine.close()
+
+
 def test_nothing_is_sampled_from_arbitrary_weights(stub: Stub) -> None:
     engine = stub.engine()
     with pytest.raises(EngineError, match="nothing was published yet"):
@@ -173,3 +188,17 @@ def test_an_engine_does_not_outlive_the_trainer(stub: Stub, tmp_path: Path) -> N
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)
+
+
+def test_an_engine_that_is_still_starting_does_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(number))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"{")
+        sglang_worker.end_with_the_other_side(ours)
+        assert killed == []
+        assert ours.recv(1) == b"{", "the request is still there"
+        theirs.close()
+        sglang_worker.end_with_the_other_side(ours)
+        assert killed == [signal.SIGKILL]
