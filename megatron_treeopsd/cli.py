@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_treeopsd.config import GROUPS, RECIPES, Recipe, RecipeError, load_recipe
+from megatron_treeopsd.convert.cli import add_parser as add_convert
 
 DESCRIPTION = """\
 Train search agents by reinforcement learning on tree rollouts.
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     export = _add(commands, "export", _export, "write the last checkpoint of a run in Hugging Face format")
     export.add_argument("run", type=Path)
     export.add_argument("destination", type=Path)
+
+    add_convert(commands)
 
     show = _add(commands, "show", _show, "print sampled trees of a run with turns, rewards, credits and targets")
     show.add_argument("run", type=Path)

@@ -93,9 +93,7 @@ class Session:
         self._version = 0
         if recipe.resume:
             self._resume()
-        self.journal.start(
-            self._first_step, parameters=self.policy.parameter_count, attention=self.policy.attention
-        )
+        self.journal.start(self._first_step, parameters=self.policy.parameter_count, attention=self.policy.attention)
         if self.collector.training.needs_engine:
             self.publish(version=self._version)
 

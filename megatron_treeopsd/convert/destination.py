@@ -68,16 +68,6 @@ def claimed(destination: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def begin(destination: Path) -> Path:
-    """An empty folder to write into."""
-    return durable.begin(destination)
-
-
-def commit(destination: Path) -> None:
-    """Let what was written appear under its name."""
-    durable.commit(destination)
-
-
 def abandon(destination: Path) -> None:
     """Remove what was written."""
     shutil.rmtree(durable.staging(destination), ignore_errors=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +38,13 @@ def difference(hf: Path, megatron: Path, hf_config: PreTrainedConfig, dtype: tor
     hf, megatron: the folders. dtype: what the Megatron side was rounded to, if it was. own: read the Megatron side by
     Megatron's own reader, which unpickles what it finds: for folders that this program wrote. Raises `NotComparable`.
     """
+    with _quiet():
+        return _difference(hf, megatron, hf_config, dtype, own=own)
+
+
+def _difference(
+    hf: Path, megatron: Path, hf_config: PreTrainedConfig, dtype: torch.dtype | None, *, own: bool
+) -> float:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -53,6 +63,26 @@ def difference(hf: Path, megatron: Path, hf_config: PreTrainedConfig, dtype: tor
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         raise NotComparable("a model with values that are not finite has no logits")
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What two libraries have to say about loading a model would bury what we have to say."""
+    from transformers.utils import logging as transformers_logging
+
+    megatron = logging.getLogger("megatron.core.dist_checkpointing")
+    level = megatron.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    megatron.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        megatron.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _megatron_logits(folder: Path, hf_config: PreTrainedConfig, ids: Tensor, *, own: bool) -> Tensor:

@@ -1,75 +1,110 @@
-"""Megatron's distributed checkpoint, whatever layout wrote it -> Hugging Face folder, a block of rows at a time."""
+"""Megatron's distributed checkpoint, whatever layout wrote it -> Hugging Face folder, a little at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megatron_treeopsd.convert import jobs
 from megatron_treeopsd.convert.processes import Processes
-from megatron_treeopsd.convert.to_megatron import BLOCK_BYTES
-from megatron_treeopsd.convert.watch import Watch
-from megatron_treeopsd.weights.folder import complete, divide
-from megatron_treeopsd.weights.rules import Weight
-from megatron_treeopsd.weights.source import TensorSource
-from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo
+from megatron_treeopsd.convert.rows import JOB_BYTES, RowCopier
+from megatron_treeopsd.convert.watch import Watch, gigabytes
+from megatron_treeopsd.weights.families import read_config, weights_of
+from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide
+from megatron_treeopsd.weights.load import check_names
+from megatron_treeopsd.weights.rules import WeightsError
+from megatron_treeopsd.weights.source import Source
+from megatron_treeopsd.weights.torch_dist.source import TorchDistSource, find_checkpoint
+from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo, row_blocks
 
 
-class HuggingFacePlan:
-    """What is going to be written: file -> its tensors, in order."""
+class ToHuggingFace:
+    """One conversion, checked as far as it can be without reading tensors.
+
+    Attributes:
+        source: what is read.
+        tensors: all of it, with the dtypes that are written.
+        files: which tensors go into which file, in order.
+    """
 
     def __init__(
-        self, source: TensorSource, weights: Sequence[Weight], dtype: torch.dtype | None, shard_bytes: int
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None,
+        shard_bytes: int = SHARD_BYTES,
+        companions: Path | None = None,
     ) -> None:
-        """dtype: of all tensors; None leaves each as it is. shard_bytes: largest file, if no tensor is larger."""
-        stored, shapes = source.dtypes, source.shapes
-        names = [name for weight in weights for name in weight.hf]
-        self.files = divide([TensorInfo(name, shapes[name], dtype or stored[name]) for name in names], shard_bytes)
+        """dtype: of all tensors; None leaves each as it is. shard_bytes: of a file, if no single tensor is larger.
+        companions: folder of config, tokenizer and chat template, if they do not lie in `folder`.
 
-    @property
-    def tensors(self) -> list[TensorInfo]:
-        return [tensor for members in self.files.values() for tensor in members]
-
-    @property
-    def bytes_by_file(self) -> dict[str, int]:
-        """File -> bytes of its tensors."""
-        return {file: sum(tensor.nbytes for tensor in members) for file, members in self.files.items()}
+        Raises `WeightsError` for a folder that is no whole checkpoint of a known architecture.
+        """
+        self.folder = folder
+        found = find_checkpoint(folder)
+        if found is None:
+            raise WeightsError(f"{folder}: no torch_dist checkpoint there (no .metadata, no tracker file)")
+        places = [companions] if companions else [place for place in (folder, found) if (place / CONFIG).is_file()]
+        if not places:
+            raise WeightsError(
+                f"{folder}: there is no {CONFIG}; name a Hugging Face folder of the same model with --hf-config"
+            )
+        self.companions = places[0]
+        self.hf_config = read_config(self.companions)
+        weights = weights_of(self.hf_config)
+        self.source = TorchDistSource(found, self.hf_config)
+        check_names(self.source, weights)
+        stored = self.source.dtypes
+        self.tensors = [
+            TensorInfo(name, shape, dtype or stored[name])
+            for weight in weights
+            for name, shape in zip(weight.hf, weight.shapes, strict=True)
+        ]
+        self.files = divide(self.tensors, shard_bytes)
 
     @property
     def nbytes(self) -> int:
-        return sum(self.bytes_by_file.values())
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def describe(self) -> Iterator[tuple[str, str]]:
+        """(what, which) for people."""
+        yield "family", f"{self.hf_config.model_type} ({', '.join(self.hf_config.architectures or [])})"
+        yield "layout", "read whatever layout wrote it"
+        yield "tensors", f"{len(self.tensors)} in {len(self.files)} file{'s' * (len(self.files) > 1)}"
+        dtypes = sorted({str(tensor.dtype)[6:] for tensor in self.tensors})
+        yield "bytes", f"{gigabytes(self.nbytes)}, {', '.join(dtypes)}"
+
+    def check_contents(self, here: Processes) -> None:
+        """What has to be read to be checked: nothing. Collective."""
+
+    def write(self, folder: Path, here: Processes, watch: Watch) -> None:
+        """Fill an empty folder. Collective: each process writes its share of the files."""
+
+        def write_mine() -> None:
+            for number, (file, members) in enumerate(self.files.items()):
+                if here.mine(number):
+                    with SafetensorsWriter(folder / file, members) as writer:
+                        jobs.run(self._jobs(writer, members), lambda: RowCopier(self.source, watch))
+
+        here.together(write_mine)
+        here.on_first(lambda: complete(folder, self.files, self.companions))
+
+    def _jobs(self, writer: SafetensorsWriter, members: Sequence[TensorInfo]) -> Iterator[Callable[[RowCopier], None]]:
+        for tensor in members:
+            row = tensor.nbytes // tensor.shape[0]
+            for rows in row_blocks(tensor, JOB_BYTES):
+                yield partial(_copy, tensor, rows, writer, rows[0] * row)
+
+    def read_back(self, folder: Path) -> Source:
+        return Source(folder)
+
+    def sides(self, folder: Path) -> tuple[Path, Path]:
+        """The Hugging Face folder and the Megatron folder."""
+        return folder, self.folder
 
 
-def write(
-    plan: HuggingFacePlan, source: TensorSource, companions: Path, folder: Path, here: Processes, watch: Watch
-) -> None:
-    """Fill an empty folder. Collective: each process writes its share of the files.
-
-    companions: the folder that config, tokenizer and chat template are taken from.
-    """
-
-    def write_mine() -> None:
-        for number, (file, members) in enumerate(plan.files.items()):
-            if here.mine(number):
-                with SafetensorsWriter(folder / file, members) as writer:
-                    for tensor in members:
-                        _copy(source, tensor, writer, watch)
-
-    here.together(write_mine)
-    here.on_first(lambda: complete(folder, plan.files, companions))
-
-
-def _copy(source: TensorSource, tensor: TensorInfo, writer: SafetensorsWriter, watch: Watch) -> None:
-    for start, stop in row_blocks(tensor):
-        rows = source.read(tensor.name, 0, start, stop).to(tensor.dtype)
-        watch.inspect(tensor.name, rows)
-        writer.write_rows(tensor.name, rows)
-        watch.saw(rows.nbytes)
-
-
-def row_blocks(tensor: TensorInfo) -> list[tuple[int, int]]:
-    """Ranges of rows of at most `BLOCK_BYTES`, or of one row."""
-    rows = tensor.shape[0]
-    step = max(1, BLOCK_BYTES * rows // max(1, tensor.nbytes))
-    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+def _copy(tensor: TensorInfo, rows: tuple[int, int], writer: SafetensorsWriter, start: int, copier: RowCopier) -> None:
+    copier.copy(tensor.name, rows, tensor.dtype, lambda at, data: writer.write_bytes(tensor.name, start + at, data))

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_treeopsd.convert.processes import Processes
-from megatron_treeopsd.convert.to_hf import row_blocks
+from megatron_treeopsd.convert.rows import BLOCK_BYTES
 from megatron_treeopsd.convert.watch import Watch
 from megatron_treeopsd.weights.rules import WeightsError, listing
 from megatron_treeopsd.weights.source import TensorSource
 from megatron_treeopsd.weights.torch_dist.source import TorchDistSource
-from megatron_treeopsd.weights.writer import TensorInfo
+from megatron_treeopsd.weights.writer import TensorInfo, row_blocks
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -46,10 +46,10 @@ def _problem(source: TensorSource, written: TensorSource, tensor: TensorInfo, wa
     if found != tensor:
         return f"{name}: {found.dtype} {found.shape} instead of {tensor.dtype} {tensor.shape}"
     different = 0
-    for start, stop in row_blocks(tensor):
+    for start, stop in row_blocks(tensor, BLOCK_BYTES):
         expected = source.read(name, 0, start, stop).to(tensor.dtype)
         different += _differing_bits(expected, written.read(name, 0, start, stop))
-        watch.saw(expected.nbytes)
+        watch.saw((name,), expected)
     for side in (source, written):
         if isinstance(side, TorchDistSource) and side.padding(name).any():
             return f"{name}: the rows that pad it in {side.folder} are not zero"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Sequence
+from threading import Lock
 from types import TracebackType
 
 from torch import Tensor
@@ -11,34 +14,34 @@ from tqdm import tqdm
 
 
 class Watch:
-    """A progress bar on standard error, and counts. Use as a context manager.
+    """A progress bar on standard error, if that is a terminal, and counts. Use as a context manager.
 
     Attributes:
-        nbytes: seen so far.
         not_finite: Hugging Face name(s) -> how many values are NaN or infinite.
         seconds: between entering and leaving.
     """
 
     def __init__(self, what: str, total: int, *, shown: bool) -> None:
-        self.nbytes = 0
         self.not_finite: dict[str, int] = {}
         self.seconds = 0.0
+        self._lock = Lock()
         self._bar = tqdm(
-            desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1000, disable=not shown, mininterval=0.5,
+            desc=what, total=total, unit="B", unit_scale=True, disable=None if shown else True, mininterval=0.5,
             file=sys.stderr, smoothing=0.1,
         )  # fmt: skip
 
-    def saw(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._bar.update(nbytes)
-
-    def inspect(self, names: str, values: Tensor) -> None:
-        """Count what is not finite. The smallest and the largest value show whether there is anything to count."""
-        if not values.is_floating_point() or not values.numel():
-            return
-        low, high = values.aminmax()
-        if not (low.isfinite() and high.isfinite()):
-            self.not_finite[names] = self.not_finite.get(names, 0) + int((~values.isfinite()).sum())
+    def saw(self, names: Sequence[str], values: Tensor) -> None:
+        """Count bytes, and what is not finite: the smallest and the largest value show whether anything is."""
+        count = 0
+        if values.is_floating_point() and values.numel():
+            low, high = values.aminmax()
+            if not (math.isfinite(low) and math.isfinite(high)):
+                count = int((~values.isfinite()).sum())
+        with self._lock:
+            self._bar.update(values.nbytes)
+            if count:
+                key = " + ".join(names)
+                self.not_finite[key] = self.not_finite.get(key, 0) + count
 
     def __enter__(self) -> Watch:
         self._begin = time.perf_counter()
@@ -47,3 +50,13 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         self.seconds = time.perf_counter() - self._begin
         self._bar.close()
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for people, to three digits.
+
+    >>> gigabytes(730_729)
+    '0.731 MB'
+    """
+    unit, size = ("GB", 1e9) if count >= 1e8 else ("MB", 1e6)
+    return f"{count / size:.3g} {unit}"

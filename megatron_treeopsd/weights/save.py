@@ -19,6 +19,7 @@ from megatron_treeopsd.weights.writer import SafetensorsWriter
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+
 def save_pretrained(
     model: nn.Module,
     hf_config: PreTrainedConfig,

@@ -41,6 +41,10 @@ class TensorSource(Protocol):
         """Rows (or columns, by `dim`) start:stop of a tensor, in new memory on the CPU, in the stored dtype."""
         ...
 
+    def extents(self, name: str, start: int, stop: int) -> list[Extent] | None:
+        """Where rows start:stop lie, one after the other; None if they do not lie in files in that form."""
+        ...
+
 
 class Source:
     """The tensors of a folder with one `model.safetensors`, or with shards and an index.
@@ -69,6 +73,9 @@ class Source:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: extent.dtype for name, extent in self._extents.items()}
+
+    def extents(self, name: str, start: int, stop: int) -> list[Extent]:
+        return [self._extents[name].rows(start, stop)]
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         extent = self._extents[name]

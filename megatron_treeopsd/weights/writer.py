@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from megatron_treeopsd.weights.extent import bytes_of
+from megatron_treeopsd.weights.output import PAGE_BYTES, Output
 from megatron_treeopsd.weights.rules import Shape
 from megatron_treeopsd.weights.safetensors_file import NAMES
 
@@ -30,44 +31,55 @@ class TensorInfo:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def row_blocks(tensor: TensorInfo, max_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of rows that take at most `max_bytes`, or of one row; all rows once."""
+    rows = tensor.shape[0]
+    step = max(1, max_bytes * rows // max(1, tensor.nbytes))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 class SafetensorsWriter:
-    """One file, written front to back and synced at the end; holds no tensor. Use as a context manager."""
+    """One file of announced tensors, synced at the end; holds no tensor. Use as a context manager.
+
+    Tensors, or parts of them, may come in any order and from several threads. Leaving raises `ValueError` if something
+    never came.
+    """
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: dict[str, str] | None = None) -> None:
-        self._waiting = list(reversed(tensors))
-        self._written = 0  # bytes of the tensor that is next to be completed
         header: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
-        offset = 0
+        starts: dict[str, int] = {}
+        end = 0
         for tensor in tensors:
+            starts[tensor.name], end = end, end + tensor.nbytes
             header[tensor.name] = {
                 "dtype": NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.nbytes],
+                "data_offsets": [starts[tensor.name], end],
             }
-            offset += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts on a multiple of 8 bytes
-        self.nbytes = 8 + len(text) + offset
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+        self.nbytes = 8 + len(text) + end
+        self._starts = {name: 8 + len(text) + start for name, start in starts.items()}
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._missing = {tensor.name: tensor.nbytes for tensor in tensors}
+        self._lock = Lock()
+        self._file = Output(path)
+        self._file.write_at(0, len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor; it must be the one that the header promises."""
-        self.write_rows(name, tensor)
-        if self._written:
-            raise ValueError(f"{self._file.name}: {name} {tuple(tensor.shape)} is not all of {self._waiting[-1]}")
+        """Write a tensor; it must be as the header promises."""
+        given = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
+        if given != self._tensors.get(name):
+            raise ValueError(f"{self._file.path}: {given} comes where {self._tensors.get(name)} was announced")
+        self.write_bytes(name, 0, bytes_of(tensor.detach().cpu().contiguous()))
 
-    def write_rows(self, name: str, rows: Tensor) -> None:
-        """Append the next rows of the next tensor. With its last row the one after it is next."""
-        expected = self._waiting[-1]
-        self._written += rows.nbytes
-        given = (name, rows.dtype, tuple(rows.shape[1:]))
-        if given != (expected.name, expected.dtype, expected.shape[1:]) or self._written > expected.nbytes:
-            raise ValueError(f"{self._file.name}: {name} {tuple(rows.shape)} comes where {expected} was announced")
-        self._file.write(bytes_of(rows.detach().cpu().contiguous()))
-        if self._written == expected.nbytes:
-            self._waiting.pop()
-            self._written = 0
+    def write_bytes(self, name: str, start: int, data: memoryview) -> None:
+        """Write bytes `start` .. of a tensor; each must come once."""
+        with self._lock:
+            self._missing[name] -= len(data)
+            if self._missing[name] < 0 or start + len(data) > self._tensors[name].nbytes:
+                raise ValueError(f"{self._file.path}: more bytes of {name} come than it has")
+        self._file.write_at(self._starts[name] + start, data)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -75,9 +87,8 @@ class SafetensorsWriter:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         try:
             if kind is None:
-                if self._waiting:
-                    raise ValueError(f"{self._file.name}: {self._waiting[-1].name} was announced and never written")
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                if missing := [name for name, nbytes in self._missing.items() if nbytes]:
+                    raise ValueError(f"{self._file.path}: {missing[0]} was announced and never (completely) written")
+                self._file.finish()
         finally:
             self._file.close()

@@ -291,3 +291,9 @@ def test_every_requirement_is_pinned_and_the_constraints_agree(monkeypatch: pyte
 
 def test_python_versions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _setup_arguments(monkeypatch)["python_requires"] == ">=3.11,<3.13"
+
+
+def test_the_engines_environment_holds_the_release_that_setup_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (REPOSITORY / "launch" / "sglang_cpu" / "requirements.txt").read_text().splitlines()[1:]
+    assert set(_setup_arguments(monkeypatch)["extras_require"]["sglang"]) <= set(lines)
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "all pinned"

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from megatron_treeopsd.weights.extent import Extent, Files
 from megatron_treeopsd.weights.rules import Shape, WeightsError
 
 _DESCRIPTION, _DATA = "data.pkl", "data/0"
+_SETTINGS = Lock()  # torch's are the process's
 ReadAt = Callable[[int, memoryview], None]
 """(byte, buffer) -> fills the buffer from that byte on."""
 
@@ -42,13 +44,14 @@ class Envelope:
 def envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
     """Head and tail of a tensor's blob. Checksums are left out, as torch does not look at them when it loads."""
     recorder = _Recorder()
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        with torch.serialization.skip_data():
-            torch.save(torch.empty(shape, dtype=dtype), recorder)  # memory that is never touched
-    finally:
-        torch.serialization.set_crc32_options(checksums)
+    with _SETTINGS:
+        checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            with torch.serialization.skip_data():
+                torch.save(torch.empty(shape, dtype=dtype), recorder)  # memory that is never touched
+        finally:
+            torch.serialization.set_crc32_options(checksums)
     head, tail = map(bytes, recorder.parts)
     assert recorder.skipped == torch.Size(shape).numel() * dtype.itemsize
     return Envelope(head, recorder.skipped, tail)

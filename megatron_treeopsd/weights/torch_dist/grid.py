@@ -14,6 +14,7 @@ them; a weight that the local spec asks for under another name is listed under b
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ class Run:
     rows: int
 
 
-def runs(weight: Weight) -> list[Run]:
+@functools.lru_cache(maxsize=64)
+def runs(weight: Weight) -> tuple[Run, ...]:
     """What a weight's rows consist of, from the first to the last; vocabulary padding is in no run."""
     groups = weight.query_groups or 1
     sizes = [shape[0] // groups for shape in weight.shapes]
@@ -50,7 +52,7 @@ def runs(weight: Weight) -> list[Run]:
         for hf, rows in enumerate(sizes):
             found.append(Run(at, hf, group * rows, rows))
             at += rows
-    return found
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,7 @@ def slots(weights: Sequence[Weight], *, vocabulary_multiple: int = 1) -> list[Sl
     """
     layers = _stacked_layers(weights)
     experts = 1 + max((weight.expert for weight in weights if weight.expert is not None), default=-1)
-    return [
-        slot(weight, layers=layers, experts=experts, vocabulary_multiple=vocabulary_multiple) for weight in weights
-    ]
+    return [slot(weight, layers=layers, experts=experts, vocabulary_multiple=vocabulary_multiple) for weight in weights]
 
 
 def slot(weight: Weight, *, layers: int | None, experts: int, vocabulary_multiple: int = 1) -> Slot:
@@ -219,24 +219,23 @@ def pieces(place: Slot, size: int, itemsize: int, max_bytes: int) -> Iterator[tu
         yield rank, region
 
 
+def segments(place: Slot, rows: tuple[int, int]) -> Iterator[tuple[str, int, int]]:
+    """(Hugging Face name, first row, last row) of what follows each other in a range of rows, without the padding."""
+    first, last = rows
+    for run in runs(place.weight):
+        start, stop = max(run.at, first), min(run.at + run.rows, last)
+        if start < stop:
+            yield place.weight.hf[run.hf], run.start + start - run.at, run.start + stop - run.at
+
+
 def fill(place: Slot, region: Region, read: ReadRows, dtype: torch.dtype) -> Tensor:
     """The elements of a region, put together from Hugging Face tensors, as a matrix of `dtype`; padding is zero."""
-    weight = place.weight
     (first, last), (left, right) = region.rows, region.columns
-    matrix: Tensor | None = None
-    at = first
-    for run in runs(weight):
-        start, stop = max(run.at, first), min(run.at + run.rows, last)
-        if start >= stop:
-            continue
-        part = read(weight.hf[run.hf], run.start + start - run.at, run.start + stop - run.at).view(stop - start, -1)
-        at = stop
-        if (start, stop, part.dtype, (left, right)) == (first, last, dtype, place.whole.columns):
-            return part  # all of it, as it should be
-        if matrix is None:
-            matrix = torch.empty((last - first, right - left), dtype=dtype)
-        matrix[start - first : stop - first] = part[:, left:right]
-    if matrix is None:
-        return torch.zeros((last - first, right - left), dtype=dtype)
-    matrix[at - first :] = 0
+    matrix = torch.empty((last - first, right - left), dtype=dtype)
+    at = 0
+    for name, start, stop in segments(place, region.rows):
+        part = read(name, start, stop).view(stop - start, -1)
+        matrix[at : at + stop - start] = part[:, left:right]
+        at += stop - start
+    matrix[at:] = 0
     return matrix

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,6 +103,29 @@ class TorchDistSource:
                 self._fill(found, Region((low + at, high + at), columns), matrix[low - first : high - first])
         return matrix.view(shape)
 
+    def extents(self, name: str, start: int, stop: int) -> list[Extent] | None:
+        found = self._found[name]
+        columns = found.slot.whole.columns
+        located: list[Extent] = []
+        for run in runs(found.slot.weight):
+            low, high = max(run.start, start), min(run.start + run.rows, stop)
+            if run.hf != found.hf or low >= high:
+                continue
+            at, end = low + run.at - run.start, high + run.at - run.start
+            for part in sorted(self._parts_of(found), key=lambda part: part.region.rows):
+                common = part.region.meet(Region((at, end), columns))
+                if common.empty:
+                    continue
+                extent = self._locate(part, self._stored[found.key].dtype)
+                if extent is None or common.columns != columns or common.rows[0] != at:
+                    return None
+                rows = common.within(part.region)[0]
+                located.append(extent.rows(rows.start, rows.stop))
+                at = common.rows[1]
+            if at != end:
+                return None
+        return located
+
     def padding(self, name: str) -> Tensor:
         """The rows behind the vocabulary that pad a tensor, [0, columns] if there are none."""
         found = self._found[name]
@@ -163,12 +185,15 @@ class TorchDistSource:
     # ----------------------------------------------------------------------------------------------------- where it is
     def _fill(self, found: _Found, region: Region, into: Tensor) -> None:
         """Copy a region of a weight into a matrix of its size."""
-        if found.key not in self._parts:
-            self._parts[found.key] = self._index(found.key, len(found.slot.lead))
-        for part in self._parts[found.key].get(found.slot.lead, []):
+        for part in self._parts_of(found):
             common = part.region.meet(region)
             if not common.empty:
                 self._copy(part, common, into[common.within(region)], self._stored[found.key].dtype)
+
+    def _parts_of(self, found: _Found) -> list[_Part]:
+        if found.key not in self._parts:
+            self._parts[found.key] = self._index(found.key, len(found.slot.lead))
+        return self._parts[found.key].get(found.slot.lead, [])
 
     def _index(self, key: str, lead: int) -> dict[Shape, list[_Part]]:
         """(layer, expert) -> the parts of that weight."""
@@ -184,21 +209,34 @@ class TorchDistSource:
         return parts
 
     def _copy(self, part: _Part, region: Region, into: Tensor, dtype: torch.dtype) -> None:
-        (height, width), path = _size(part.region), self.folder / part.blob.file
         rows, columns = region.within(part.region)
+        extent = self._locate(part, dtype)
+        if extent is not None:
+            rows_only = extent.rows(rows.start, rows.stop)
+            self._files.read_columns(rows_only, columns.start, columns.stop, into)
+            return
+        held = self._last  # for the slices that come next; another thread may hold something else meanwhile
+        if held is None or held[0] != part.blob:
+            path = self.folder / part.blob.file
+            held = self._last = (
+                part.blob,
+                blob.load_whole(self._files, path, part.blob.offset, part.blob.length),
+            )
+        size = _size(part.region)
+        whole = held[1].reshape(-1)[part.skip : part.skip + math.prod(size)].view(size)
+        into.copy_(whole[rows, columns])
+
+    def _locate(self, part: _Part, dtype: torch.dtype) -> Extent | None:
+        """The part's matrix in its file; None if it is stored in a form that only torch knows."""
+        path = self.folder / part.blob.file
         if part.blob not in self._extents:
             self._extents[part.blob] = blob.locate(
                 self._files, path, part.blob.offset, part.blob.length, dtype, part.shape
             )
         extent = self._extents[part.blob]
-        if extent is not None:
-            matrix = Extent(path, extent.offset + part.skip * dtype.itemsize, (height, width), dtype)
-            self._files.read_columns(matrix.rows(rows.start, rows.stop), columns.start, columns.stop, into)
-            return
-        if self._last is None or self._last[0] != part.blob:  # one is held, for the slices that come next
-            self._last = part.blob, blob.load_whole(self._files, path, part.blob.offset, part.blob.length)
-        whole = self._last[1].reshape(-1)[part.skip : part.skip + height * width].view(height, width)
-        into.copy_(whole[rows, columns])
+        if extent is None:
+            return None
+        return Extent(path, extent.offset + part.skip * dtype.itemsize, _size(part.region), dtype)
 
 
 def _size(region: Region) -> tuple[int, int]:

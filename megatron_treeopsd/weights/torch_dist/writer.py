@@ -9,13 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
 from megatron_treeopsd.weights import durable
-from megatron_treeopsd.weights.extent import bytes_of
+from megatron_treeopsd.weights.output import PAGE_BYTES, Output
 from megatron_treeopsd.weights.rules import Shape
 from megatron_treeopsd.weights.torch_dist import metadata
 from megatron_treeopsd.weights.torch_dist.blob import envelope
@@ -37,35 +35,39 @@ class Record:
     chunk: Chunk
 
 
-def length_of(dtype: torch.dtype, place: Slot, region: Region) -> int:
-    """Bytes that a piece takes in a file."""
-    return envelope(dtype, place.box(region)[1]).length
+def length_of(dtype: torch.dtype, slot: Slot, piece: Region) -> int:
+    """Bytes that a piece takes in a file, at most."""
+    return envelope(dtype, slot.box(piece)[1]).length + PAGE_BYTES
 
 
 class PieceWriter:
-    """The files of some ranks of a layout, each written front to back and synced at the end. Use as a context manager.
+    """The files of some ranks of a layout, synced at the end. Use as a context manager.
 
-    What it wrote is in `records`, to be handed to `complete`.
+    Room for a piece is made by `place`, in the order of the file; its bytes may come at any time and from any thread.
+    What has a place is in `records`, to be handed to `complete`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.records: list[Record] = []
         self._folder = folder
-        self._files: dict[int, BinaryIO] = {}
+        self._files: dict[int, Output] = {}
+        self._ends: dict[int, int] = {}
 
-    def write(self, rank: int, place: Slot, region: Region, matrix: Tensor) -> None:
-        """Append a contiguous piece to the file of `rank`."""
-        name = f"__{rank}_0.distcp"
+    def place(self, rank: int, slot: Slot, piece: Region, dtype: torch.dtype) -> tuple[Output, int]:
+        """Room for a piece in the file of `rank`: the file, and where the piece's bytes go."""
         if rank not in self._files:
-            self._files[rank] = open(self._folder / name, "wb")  # noqa: SIM115 (closed by __exit__)
-        file = self._files[rank]
-        offsets, sizes = place.box(region)
-        around = envelope(matrix.dtype, sizes)
-        blob = Blob(name, file.tell(), around.length)
-        file.write(around.head)
-        file.write(bytes_of(matrix))
-        file.write(around.tail)
-        self.records.append(Record(place.keys, matrix.dtype, place.shape, Chunk(offsets, sizes, blob)))
+            self._files[rank] = Output(self._folder / _name(rank))
+        file, end = self._files[rank], self._ends.get(rank, 0)
+        offsets, sizes = slot.box(piece)
+        around = envelope(dtype, sizes)
+        end += -(end + len(around.head)) % PAGE_BYTES
+        data = end + len(around.head)
+        file.write_at(end, around.head)
+        file.write_at(data + around.nbytes, around.tail)
+        self._ends[rank] = end + around.length
+        chunk = Chunk(offsets, sizes, Blob(_name(rank), end, around.length))
+        self.records.append(Record(slot.keys, dtype, slot.shape, chunk))
+        return file, data
 
     def __enter__(self) -> PieceWriter:
         return self
@@ -74,11 +76,14 @@ class PieceWriter:
         try:
             if kind is None:
                 for file in self._files.values():
-                    file.flush()
-                    os.fsync(file.fileno())
+                    file.finish()
         finally:
             for file in self._files.values():
                 file.close()
+
+
+def _name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def complete(folder: Path, places: Sequence[Slot], records: Iterable[Record]) -> None:
@@ -101,7 +106,10 @@ def _write_objects(folder: Path, places: Sequence[Slot]) -> dict[str, Blob]:
     """The objects that Megatron asks for, by key; equal ones share their bytes."""
     name = "__0_1.distcp"
     objects: dict[str, Blob] = {}
-    contents: list[tuple[list[str], object]] = [(["common_state/shard_0_1"], COMMON), (list(extra_states(places)), None)]
+    contents: list[tuple[list[str], object]] = [
+        (["common_state/shard_0_1"], COMMON),
+        (list(extra_states(places)), None),
+    ]
     with open(folder / name, "wb") as file:
         for keys, value in contents:
             pickled = io.BytesIO()

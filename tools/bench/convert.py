@@ -1,0 +1,236 @@
+"""How fast is a conversion, beside `cp` of the same files, and how much memory does it take?
+
+    .venv/bin/python tools/bench/convert.py [--sizes 1 2 4] [--rounds 3] [--folder DIR] [--json]
+
+A synthetic Qwen3-MoE checkpoint of each size is converted to Megatron and back, and its files are copied by `cp`, in
+turn:
+
+    cp SOURCE      to-megatron SOURCE      cp MEGATRON      to-hf MEGATRON      cp SOURCE ...
+
+A conversion is timed in a process of its own, from opening the folder until the result is synced to the disk and has
+its name; what Python takes to start and to import is not counted. `cp` is timed from its start to its end; it leaves
+its data to be written later, so the time of syncing them is measured too and a second ratio counts it. All files are in
+the page cache when they are read, in either arm. Rates are bytes of the source over seconds, ratios medians over the
+rounds. The largest size gives the ratios; the others show that cost grows linearly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORKER = """
+import json, resource, sys, time
+from pathlib import Path
+from megatron_treeopsd.convert.processes import Processes
+from megatron_treeopsd.convert.run import convert
+from megatron_treeopsd.convert.to_hf import ToHuggingFace
+from megatron_treeopsd.convert.to_megatron import ToMegatron
+from megatron_treeopsd.weights.families import read_config
+direction, source, destination, layout = sys.argv[1:]
+read_config(Path(source))  # imports transformers
+begin, cpu = time.perf_counter(), time.process_time()
+conversion = (
+    ToMegatron(Path(source), dtype=None, **json.loads(layout))
+    if direction == "to_megatron"
+    else ToHuggingFace(Path(source), dtype=None)
+)
+convert(conversion, Path(destination), Processes(), overwrite=False, verify=False, progress=False)
+print(json.dumps({
+    "seconds": time.perf_counter() - begin,
+    "cpu_seconds": time.process_time() - cpu,
+    "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+}))
+"""
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32_768, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
+"""Widths of Qwen3-30B-A3B, with fewer experts and a smaller vocabulary so that a layer is small."""
+
+
+def make_checkpoint(folder: Path, nbytes: int, experts: int) -> None:
+    """A bfloat16 checkpoint of at least `nbytes`, in files of 1 GB; its values are random and repeat every 64 MiB."""
+    import torch
+    from transformers import Qwen3MoeConfig
+
+    from megatron_treeopsd.weights.families import weights_of
+    from megatron_treeopsd.weights.folder import divide
+    from megatron_treeopsd.weights.source import INDEX
+    from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo
+
+    layers = 0
+    tensors: list[TensorInfo] = []
+    while sum(tensor.nbytes for tensor in tensors) < nbytes:
+        layers += 1
+        config = Qwen3MoeConfig(
+            **SHAPE, num_hidden_layers=layers, num_experts=experts, tie_word_embeddings=False,
+            architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
+        )  # fmt: skip
+        tensors = [
+            TensorInfo(name, shape, torch.bfloat16)
+            for weight in weights_of(config)
+            for name, shape in zip(weight.hf, weight.shapes, strict=True)
+        ]
+    noise = torch.randn(2**25 + 2**20).mul_(0.02).bfloat16()
+    folder.mkdir()
+    files = divide(tensors, 10**9)
+    for number, (file, members) in enumerate(files.items()):
+        with SafetensorsWriter(folder / file, members) as writer:
+            for i, tensor in enumerate(members):
+                start = (i * 7919 + number) % 2**20
+                values = noise[start:].repeat(-(-tensor.nbytes // 2 // 2**25))[: tensor.nbytes // 2]
+                writer.write(tensor.name, values.view(tensor.shape))
+    weight_map = {tensor.name: file for file, members in files.items() for tensor in members}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    if len(files) == 1:
+        (folder / INDEX).unlink()
+    config.save_pretrained(folder)
+
+
+def copy(source: Path, destination: Path) -> dict[str, float]:
+    """Seconds of `cp -r`, and of syncing what it wrote."""
+    begin = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
+    copied = time.perf_counter()
+    for file in destination.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+    return {"seconds": copied - begin, "sync_seconds": time.perf_counter() - copied}
+
+
+def convert(direction: str, source: Path, destination: Path, layout: dict[str, int]) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, direction, str(source), str(destination), json.dumps(layout)],
+        stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def warm(folder: Path) -> None:
+    """Bring a folder's files into the page cache."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                while handle.read(2**24):
+                    pass
+
+
+def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int], quiet: bool) -> dict[str, Any]:
+    """Both directions and both copies, `rounds` times."""
+    megatron = scratch / "megatron"
+    convert("to_megatron", source, megatron, layout)  # a first time, for something to convert back
+    found: dict[str, list[dict[str, Any]]] = {"to_megatron": [], "to_hf": []}
+    for number in range(rounds):
+        for direction, folder in (("to_megatron", source), ("to_hf", megatron)):
+            arms: dict[str, dict[str, float]] = {}
+            for arm in ("copy", "convert") if number % 2 else ("convert", "copy"):
+                warm(folder)
+                target = scratch / "out"
+                arms[arm] = copy(folder, target) if arm == "copy" else convert(direction, folder, target, layout)
+                shutil.rmtree(target)
+            found[direction].append(arms)
+            if not quiet:
+                shown = ", ".join(f"{arm} {values['seconds']:.2f} s" for arm, values in sorted(arms.items()))
+                print(f"  round {number} {direction:<12} {shown}", file=sys.stderr, flush=True)
+    nbytes = {"to_megatron": size_of(source), "to_hf": size_of(megatron)}
+    shutil.rmtree(megatron)
+    return {direction: summarise(arms, nbytes[direction]) for direction, arms in found.items()}
+
+
+def summarise(rounds: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
+    """Medians of what one direction took."""
+
+    def median(arm: str, what: str) -> float:
+        return statistics.median(entry[arm][what] for entry in rounds)
+
+    plain = [entry["copy"]["seconds"] / entry["convert"]["seconds"] for entry in rounds]
+    synced = [
+        (entry["copy"]["seconds"] + entry["copy"]["sync_seconds"]) / entry["convert"]["seconds"] for entry in rounds
+    ]
+    return {
+        "bytes": nbytes,
+        "seconds": round(median("convert", "seconds"), 3),
+        "cpu_seconds": round(median("convert", "cpu_seconds"), 3),
+        "cp_seconds": round(median("copy", "seconds"), 3),
+        "cp_synced_seconds": round(median("copy", "seconds") + median("copy", "sync_seconds"), 3),
+        "vs_cp": round(statistics.median(plain), 3),
+        "vs_cp_rounds": [round(value, 3) for value in plain],
+        "vs_cp_synced": round(statistics.median(synced), 3),
+        "peak_rss_bytes": int(max(entry["convert"]["peak_rss_bytes"] for entry in rounds)),
+    }
+
+
+def result(by_size: dict[float, dict[str, Any]]) -> dict[str, Any]:
+    """The JSON object: ratios of the largest size, and cost per byte of every size."""
+    largest = by_size[max(by_size)]
+    return {
+        "to_megatron_vs_cp": largest["to_megatron"]["vs_cp"],
+        "to_hf_vs_cp": largest["to_hf"]["vs_cp"],
+        "to_megatron_vs_cp_synced": largest["to_megatron"]["vs_cp_synced"],
+        "to_hf_vs_cp_synced": largest["to_hf"]["vs_cp_synced"],
+        "bytes": largest["to_megatron"]["bytes"],
+        "peak_rss_bytes": max(found[way]["peak_rss_bytes"] for found in by_size.values() for way in found),
+        "sizes": [{"gigabytes": size, **found} for size, found in sorted(by_size.items())],
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{'':24}{'GB':>7}{'seconds':>9}{'CPU':>7}{'cp':>7}{'cp+sync':>9}{'vs cp':>7}{'vs cp+sync':>12}{'s/GB':>7}"
+    ]
+    for entry in found["sizes"]:
+        for way in ("to_megatron", "to_hf"):
+            values = entry[way]
+            size = values["bytes"] / 1e9
+            lines.append(
+                f"{way:24}{size:>7.2f}{values['seconds']:>9.2f}{values['cpu_seconds']:>7.2f}{values['cp_seconds']:>7.2f}"
+                f"{values['cp_synced_seconds']:>9.2f}{values['vs_cp']:>7.2f}{values['vs_cp_synced']:>12.2f}"
+                f"{values['seconds'] / size:>7.2f}"
+            )
+    lines.append(f"peak resident memory of a conversion: {found['peak_rss_bytes'] / 1e6:.0f} MB")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 2, 4], metavar="GB", help="of the checkpoints")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=32, help="of a layer")
+    parser.add_argument("--layout", default="{}", help='of the Megatron side, such as {"tp": 2, "ep": 4}')
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
+    options = parser.parse_args(arguments)
+    by_size: dict[float, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=options.folder) as name:
+        for size in options.sizes:
+            source = Path(name) / "source"
+            make_checkpoint(source, int(size * 1e9), options.experts)
+            if not options.json:
+                print(f"{size_of(source) / 1e9:.2f} GB", file=sys.stderr, flush=True)
+            by_size[size] = measure(
+                source, Path(name), rounds=options.rounds, layout=json.loads(options.layout), quiet=options.json
+            )
+            shutil.rmtree(source)
+    found = result(by_size)
+    print(json.dumps(found) if options.json else table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
