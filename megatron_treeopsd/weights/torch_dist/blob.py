@@ -52,7 +52,7 @@ def envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
                 torch.save(torch.empty(shape, dtype=dtype), recorder)  # memory that is never touched
         finally:
             torch.serialization.set_crc32_options(checksums)
-    head, tail = map(bytes, recorder.parts)
+    head, tail = bytes(recorder.parts[0]), b"".join(recorder.parts[1:])  # without elements there is no gap
     assert recorder.skipped == torch.Size(shape).numel() * dtype.itemsize
     return Envelope(head, recorder.skipped, tail)
 

@@ -101,7 +101,7 @@ def read(folder: Path) -> tuple[dict[str, StoredTensor], set[str]]:
         raise WeightsError(f"{path}: damaged, or of another format: {error!r}") from None
 
 
-_MALFORMED = (AttributeError, TypeError, KeyError, IndexError, ValueError, UnicodeDecodeError, ImportError)
+_MALFORMED = (AttributeError, TypeError, LookupError, ValueError, OverflowError, MemoryError, ImportError)
 """What reading a stream of other objects, or of garbage, runs into."""
 
 
