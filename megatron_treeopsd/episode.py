@@ -16,6 +16,7 @@ from typing import Any
 from megatron_treeopsd.engine.base import Completion, Engine, Sampling
 from megatron_treeopsd.environment.base import Environment, Outcome
 from megatron_treeopsd.questions import stable_seed
+from megatron_treeopsd.routes import add_routes, known_length
 from megatron_treeopsd.tree import Question, RolloutTree, Turn
 
 
@@ -73,11 +74,13 @@ async def play(
                 f"question {tree.question.id}: {len(ids)} tokens stand in front of turn {depth}, which leaves no room "
                 f"in task.max_context_tokens={budgets.max_context_tokens}; raise it or shorten the prompt"
             )
+        routes_from = known_length(tree, node) if sampling.routes else 0
         completion = await engine.generate(
             ids,
             seed=stable_seed(seed, chain, depth),
             sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
             session=session,
+            routes_from=routes_from,
         )
         depth += 1
         room -= len(completion.ids)
@@ -97,6 +100,8 @@ async def play(
             chain=chain,
         )
         node = tree.add(turn, merge=False)
+        if completion.routes is not None:
+            add_routes(tree, node, routes_from, completion.routes)
         states[node] = outcome.state
         if ends:
             return node

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,8 @@ class Turn:
         multiplicity: how many draws from the parent gave exactly these tokens (merged identical siblings).
         chain: index of the rollout that first sampled this turn (trunks first, then forks): turns of one chain are
             one contiguous piece of a trajectory, which is what sequence-level objectives call a sequence.
+        routes: int8/int16 [len(turn), layers, experts a token], the experts that each token went to in the engine
+            (see `routes.py`); None where they were not asked for.
     """
 
     parent: int
@@ -88,6 +90,7 @@ class Turn:
     prediction: str | None = None
     multiplicity: int = 1
     chain: int = 0
+    routes: np.ndarray | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         """Number of tokens that the turn adds to its path."""
@@ -101,11 +104,15 @@ class Turn:
 
 @dataclass(slots=True)
 class RolloutTree:
-    """All turns sampled for one question. Parents precede their children in `turns`."""
+    """All turns sampled for one question. Parents precede their children in `turns`.
+
+    `prompt_routes` are the prompt's, as `Turn.routes` are a turn's.
+    """
 
     question: Question
     prompt_ids: list[int]
     turns: list[Turn] = field(default_factory=list)
+    prompt_routes: np.ndarray | None = field(default=None, compare=False)
 
     def add(self, turn: Turn, *, merge: bool = True) -> int:
         """Append a turn and return its index.
@@ -132,6 +139,8 @@ class RolloutTree:
                             "set expansion.merge_siblings=false for an environment that is not deterministic"
                         )
                     other.multiplicity += turn.multiplicity
+                    if other.routes is not None and turn.routes is not None:  # the first ones stay
+                        other.routes = np.where(other.routes < 0, turn.routes, other.routes)
                     return index
         self.turns.append(turn)
         return len(self.turns) - 1
@@ -217,9 +226,9 @@ class RolloutTree:
 
 
 def save_trees(path: Path, trees: Sequence[RolloutTree]) -> None:
-    """Write trees to one safetensors file: flat token arrays, offsets, and the rest as JSON in the header.
+    """Write trees to one safetensors file: flat token arrays, their lengths and the rest as JSON in the header.
 
-    The file is written under a temporary name and renamed, so a reader never sees half of it.
+    Routes are not written. The file is written under a temporary name and renamed, so a reader never sees half of it.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -231,7 +240,8 @@ def save_trees(path: Path, trees: Sequence[RolloutTree]) -> None:
             ids += turn.sampled_ids
             ids += turn.observation_ids
             logprobs += turn.sampled_logprobs
-            record = asdict(turn)
+            record = asdict(replace(turn, routes=None))
+            del record["routes"]
             record["sampled_ids"] = len(turn.sampled_ids)
             record["observation_ids"] = len(turn.observation_ids)
             del record["sampled_logprobs"]

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from megatron_treeopsd import config
 
 
-def build(section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype, rank: int = 0) -> Engine:
+def build(
+    section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype, rank: int = 0, routes: bool = False
+) -> Engine:
     """The engine of training process `rank`, serving the Hugging Face folder `checkpoint`.
 
-    `dtype` is a torch dtype or its name. Where several processes share an engine, the first of them holds it.
+    `dtype` is a torch dtype or its name; `routes` says whether completions can carry the experts of their tokens. Where
+    several processes share an engine, the first of them holds it.
     """
     import torch
 
@@ -28,7 +31,7 @@ def build(section: config.Engine, *, checkpoint: Path, dtype: str | torch.dtype,
     if rank % section.ranks_per_engine:
         return GuestEngine()
     if section.name == "sglang":
-        return SGLangEngine(section, checkpoint=checkpoint, dtype=dtype)
+        return SGLangEngine(section, checkpoint=checkpoint, dtype=dtype, routes=routes)
     return EmbeddedEngine.from_checkpoint(
-        checkpoint, dtype=dtype, max_batch=section.max_batch, cache_tokens=section.cache_tokens
+        checkpoint, dtype=dtype, max_batch=section.max_batch, cache_tokens=section.cache_tokens, routes=routes
     )

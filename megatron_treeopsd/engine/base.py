@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -24,22 +25,29 @@ class Sampling:
         stop_ids: token ids that end the turn; the stop token is part of the turn.
         temperature: softmax temperature; 0 is greedy. Log-probabilities are reported at this temperature
             (greedy: at temperature 1).
+        routes: whether the caller will ask for `Completion.routes`.
     """
 
     max_new_tokens: int
     stop_ids: frozenset[int]
     temperature: float = 1.0
+    routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request returned: sampled ids, their log-probs in nats, how it ended, and what the cache saved."""
+    """What one request returned: sampled ids, their log-probs in nats, how it ended, and what the cache saved.
+
+    `routes`, if asked for, are int8/int16 [tokens, layers, experts a token]: the experts of all tokens from the first
+    one asked for to the last but one, which is all that the engine has computed; see `routes.py`.
+    """
 
     ids: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length", "abort"]
     cached_tokens: int
     version: int
+    routes: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -72,8 +80,14 @@ class Engine(ABC):
     counters: EngineCounters = field(default_factory=EngineCounters)
 
     @abstractmethod
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
-        """Sample one turn behind `prompt_ids`. Requests of one `session` (tree) may share a cached prefix."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
+        """Sample one turn behind `prompt_ids`. Requests of one `session` (tree) may share a cached prefix.
+
+        With `sampling.routes` the experts of the tokens from position `routes_from` on are returned too. Raises
+        `EngineError` if the engine was not built for it or does not return them.
+        """
 
     @abstractmethod
     async def score(self, prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, session: str) -> list[float]:

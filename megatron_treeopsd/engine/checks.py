@@ -32,6 +32,17 @@ def check_score(prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, v
         raise EngineError(f"{total} tokens to score do not fit the model's context of {context} tokens")
 
 
+def check_routes(sampling: Sampling, prompt: int, routes_from: int, *, returned: bool) -> None:
+    """Raise `EngineError` for routes that an engine cannot return behind a prompt of `prompt` tokens.
+
+    `returned`: whether the engine was built to return routes.
+    """
+    if sampling.routes and not returned:
+        raise EngineError("routes were asked for, but the engine was not built to return them")
+    if not 0 <= routes_from <= prompt:
+        raise EngineError(f"routes were asked for from token {routes_from} on, behind a prompt of {prompt} tokens")
+
+
 def _check_ids(what: str, ids: Iterable[int], vocabulary: int) -> None:
     lowest, highest = min(ids, default=0), max(ids, default=0)
     if lowest < 0 or highest >= vocabulary:

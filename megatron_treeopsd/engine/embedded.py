@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
-from megatron_treeopsd.engine.checks import check_generate, check_score
+from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
 from megatron_treeopsd.engine.kv import ATTENTION, KeyValueMemory, Layout
 from megatron_treeopsd.engine.policy import check_family, load_policy, replace_weights
 from megatron_treeopsd.engine.prefix_cache import Node, PrefixCache
+from megatron_treeopsd.engine.route_memory import RouteMemory
 from megatron_treeopsd.engine.rows import Request, Rows
 from megatron_treeopsd.engine.sampler import log_probabilities
 
@@ -47,13 +48,14 @@ class EmbeddedEngine(Engine):
         max_batch: rows decoded together.
         cache_tokens: slots of the prefix cache. Prefixes of sessions that are not released stay cached; if they fill
             the cache, further tokens are not cached and are computed again when needed (`cache.rejected_tokens`).
+        routes: keep the experts of every token, so that `Completion.routes` can be asked for.
 
     Attributes:
         cache: the prefix cache.
         forward_tokens: tokens that went through the model since the engine was built.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_batch: int, cache_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_batch: int, cache_tokens: int, routes: bool = False) -> None:
         super().__init__()
         check_family(model.config)
         self._model = model.eval().requires_grad_(False)
@@ -64,6 +66,7 @@ class EmbeddedEngine(Engine):
         self._vocabulary: int = model.config.vocab_size
         self._context: int = model.config.max_position_embeddings
         self._memory = KeyValueMemory(model.config, rows=max_batch, slots=cache_tokens, dtype=model.dtype)
+        self._routes = RouteMemory(self._model, rows=max_batch, slots=cache_tokens) if routes else None
         self.cache = PrefixCache(cache_tokens)
         self.forward_tokens = 0
         self._rows = Rows(max_batch, vocabulary=self._vocabulary)
@@ -75,16 +78,24 @@ class EmbeddedEngine(Engine):
         self._closed = False
 
     @staticmethod
-    def from_checkpoint(checkpoint: Path, *, dtype: torch.dtype, max_batch: int, cache_tokens: int) -> EmbeddedEngine:
+    def from_checkpoint(
+        checkpoint: Path, *, dtype: torch.dtype, max_batch: int, cache_tokens: int, routes: bool = False
+    ) -> EmbeddedEngine:
         """Build the engine from a Hugging Face folder. Raises `EngineError` if the folder cannot be used."""
-        return EmbeddedEngine(load_policy(checkpoint, dtype=dtype), max_batch=max_batch, cache_tokens=cache_tokens)
+        model = load_policy(checkpoint, dtype=dtype)
+        return EmbeddedEngine(model, max_batch=max_batch, cache_tokens=cache_tokens, routes=routes)
 
     # ------------------------------------------------------------------------------------------------------ contract
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
         """See `Engine.generate`. A prompt that leaves no room in the model's context raises `EngineError`."""
         check_generate(prompt_ids, sampling, vocabulary=self._vocabulary, context=self._context)
+        check_routes(sampling, len(prompt_ids), routes_from, returned=self._routes is not None)
         future = asyncio.get_running_loop().create_future()
-        request = Request(list(prompt_ids), session, future, seed=seed % 2**64, sampling=sampling)
+        request = Request(
+            list(prompt_ids), session, future, seed=seed % 2**64, sampling=sampling, routes_from=routes_from
+        )
         completion: Completion = await self._submit(request)
         return completion
 
@@ -241,6 +252,8 @@ class EmbeddedEngine(Engine):
         for row, request in enumerate(admitted, start=decoding):
             if request.match:
                 self._memory.load(row, torch.from_numpy(request.match.slots))
+                if self._routes is not None:
+                    self._routes.load(row, torch.from_numpy(request.match.slots))
         if not len(tokens):
             return self._memory.pool_hidden[:0]
         layout = Layout.build(
@@ -255,6 +268,8 @@ class EmbeddedEngine(Engine):
             layout=layout,
         ).last_hidden_state[0]
         self._memory.row_hidden[layout.token_rows, layout.positions] = hidden
+        if self._routes is not None:
+            self._routes.note(layout.token_rows, layout.positions)
         self._rows.length[:decoding] += 1
         self.forward_tokens += len(tokens)
         return hidden
@@ -266,9 +281,12 @@ class EmbeddedEngine(Engine):
         ids, logprobs, stopped = self._rows.sampled(row)
         self._remember(row, request.ids + ids[:-1])
         self.counters.generated_tokens += len(ids)
+        routes = None
+        if self._routes is not None and request.sampling is not None and request.sampling.routes:
+            routes = self._routes.of(row, request.routes_from, len(request.ids) + len(ids) - 1)
         if not request.future.done():
             request.future.set_result(
-                Completion(ids, logprobs, "stop" if stopped else "length", len(request.match), self.version)
+                Completion(ids, logprobs, "stop" if stopped else "length", len(request.match), self.version, routes)
             )
 
     def _answer_score(self, request: Request, computed: Tensor) -> None:
@@ -297,6 +315,8 @@ class EmbeddedEngine(Engine):
             )
         if len(slots):
             self._memory.save(row, start, torch.from_numpy(slots))
+            if self._routes is not None:
+                self._routes.save(row, start, torch.from_numpy(slots))
         self.cache.pin(node)
         if request.pinned is not None:
             self.cache.unpin(request.pinned)
@@ -314,6 +334,8 @@ class EmbeddedEngine(Engine):
         moved = self._rows.remove(row)
         if moved != row:
             self._memory.move(moved, row, int(self._rows.length[row]))
+            if self._routes is not None:
+                self._routes.move(moved, row, int(self._rows.length[row]))
 
     def _drop_cancelled(self) -> None:
         self._cancelled = False

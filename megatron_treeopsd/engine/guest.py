@@ -17,7 +17,9 @@ _NOTHING = "this training process has no engine of its own (engine.ranks_per_eng
 class GuestEngine(Engine):
     """Takes part in the collective that streams weights, and samples nothing."""
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
         """Not here."""
         raise EngineError(_NOTHING)
 

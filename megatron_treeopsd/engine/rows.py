@@ -25,6 +25,7 @@ class Request:
         scored: for `score`, the continuation whose log-probabilities are wanted; all but its last token end `ids`.
         match: what was cached when the request was admitted.
         pinned: the cache edge that the running request keeps alive.
+        routes_from: position of the first token whose routes are returned, if the sampling asks for them.
     """
 
     ids: list[int]
@@ -35,6 +36,7 @@ class Request:
     scored: list[int] | None = None
     match: Match | None = None
     pinned: Node | None = None
+    routes_from: int = 0
 
 
 class Rows:

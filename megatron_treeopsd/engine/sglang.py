@@ -11,6 +11,7 @@ so they come out as if nothing had happened.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import json
 import logging
@@ -23,17 +24,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_treeopsd import config
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
-from megatron_treeopsd.engine.checks import check_generate, check_score
+from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
 from megatron_treeopsd.engine.gate import Gate, Ticket
 from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.sglang_process import SHIM, EngineDied, EngineProcess
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
+from megatron_treeopsd.routes import route_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +55,12 @@ class SGLangEngine(Engine):
         checkpoint: Hugging Face folder; its config says what is served, its safetensors headers what a publish must
             consist of.
         dtype: what the engine computes in.
+        routes: let `Completion.routes` be asked for.
     """
 
-    def __init__(self, section: config.SGLangEngine, *, checkpoint: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, section: config.SGLangEngine, *, checkpoint: Path, dtype: torch.dtype, routes: bool = False
+    ) -> None:
         super().__init__()
         self._section = section
         self._dtype = dtype
@@ -63,6 +69,7 @@ class SGLangEngine(Engine):
         self._closed = False
         try:
             model = _serving_folder(checkpoint, self._folder)
+            self._route_shape = _route_shape(model) if routes else None
             self._tied: bool = model.tie_word_embeddings
             self._vocabulary: int = model.vocab_size
             self._context: int = model.max_position_embeddings
@@ -78,26 +85,45 @@ class SGLangEngine(Engine):
             raise
 
     # ------------------------------------------------------------------------------------------------------ contract
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
         """See `Engine.generate`. Raises `EngineError` also if the engine died more often than `engine.restarts`."""
         self._check_open()
         check_generate(prompt_ids, sampling, vocabulary=self._vocabulary, context=self._context)
+        check_routes(sampling, len(prompt_ids), routes_from, returned=self._route_shape is not None)
         parameters = {
             "max_new_tokens": min(sampling.max_new_tokens, self._context - len(prompt_ids)),
             "temperature": sampling.temperature,
             "sampling_seed": seed % 2**63,
             "stop_token_ids": sorted(sampling.stop_ids),
         }
-        answer = await self._ask("generate", prompt_ids, sampling=parameters)
+        wanted = None
+        if sampling.routes and self._route_shape is not None:
+            wanted = {"from": routes_from, "dtype": self._route_shape[0]}
+        answer = await self._ask("generate", prompt_ids, sampling=parameters, routes=wanted)
         if answer["versions"] != [str(self.version)]:
             raise EngineError(f"SGLang sampled a turn with weights of version {answer['versions']}, not {self.version}")
         ids = answer["ids"]
+        routes = self._routes_in(answer, len(prompt_ids), routes_from) if sampling.routes else None
         self.counters.generated_tokens += len(ids)
         # SGLang looks at the length first, the contract at the stop token.
         finish: Literal["stop", "length", "abort"] = (
             "stop" if ids and ids[-1] in sampling.stop_ids else answer["finish"]
         )
-        return Completion(ids, answer["logprobs"], finish, answer["cached_tokens"], self.version)
+        return Completion(ids, answer["logprobs"], finish, answer["cached_tokens"], self.version, routes)
+
+    def _routes_in(self, answer: dict[str, Any], prompt: int, start: int) -> np.ndarray:
+        """The routes of an answer; those of a request that was aborted may end earlier."""
+        assert self._route_shape is not None
+        dtype, *shape = self._route_shape
+        routes = np.frombuffer(base64.b64decode(answer["routes"] or ""), dtype).reshape(-1, *shape)
+        expected = prompt + len(answer["ids"]) - 1 - start
+        if len(routes) != expected and answer["finish"] != "abort":
+            raise EngineError(
+                f"SGLang returned the routes of {len(routes)} tokens, not of {expected} (mismatch.routes)"
+            )
+        return routes
 
     async def score(self, prefix_ids: Sequence[int], continuation_ids: Sequence[int], *, session: str) -> list[float]:
         """See `Engine.score`."""
@@ -285,6 +311,7 @@ class SGLangEngine(Engine):
             "random_seed": 0,
             "log_level": "warning",
             "nccl_port": section.port or None,
+            "enable_return_routed_experts": self._route_shape is not None,
         }
         if cuda:
             return {**settings, "mem_fraction_static": section.memory_fraction, "enable_memory_saver": True}
@@ -333,6 +360,16 @@ class SGLangEngine(Engine):
         self._process.call(call, tags=list(self._section.sleep_tags), seconds=self._section.request_seconds)
         logger.info("%s: %.2f s, %+.2f GiB free", call, time.monotonic() - started,
                     (torch.cuda.mem_get_info()[0] - before) / 2**30)  # fmt: skip
+
+
+def _route_shape(model: PretrainedConfig) -> tuple[str, int, int]:
+    """numpy's name of the type of expert numbers, number of layers, experts a token."""
+    if not hasattr(model, "num_experts"):
+        raise EngineError(
+            f"mismatch.routes asks for the experts of every token, but {model.model_type} has none; set "
+            "mismatch.routes=ignore"
+        )
+    return np.dtype(route_dtype(model.num_experts)).name, model.num_hidden_layers, model.num_experts_per_tok
 
 
 def _serving_folder(checkpoint: Path, folder: Path) -> PretrainedConfig:

@@ -12,6 +12,7 @@ Nothing of megatron_treeopsd is imported here: the two environments hold differe
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import mmap
 import os
@@ -65,10 +66,16 @@ class Worker:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     # --------------------------------------------------------------------------------------------------- sampling
-    async def generate(self, number: int, ids: list[int], sampling: dict[str, Any], announce: bool) -> dict[str, Any]:
-        """Sample behind `ids`; see `sglang.SGLangEngine` for the fields of the answer."""
+    async def generate(
+        self, number: int, ids: list[int], sampling: dict[str, Any], announce: bool, routes: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Sample behind `ids`; see `sglang.SGLangEngine` for the fields of the answer.
+
+        `routes` {"from": position, "dtype": numpy's name} asks for the experts of the tokens from a position on.
+        """
+        wanted = {} if routes is None else {"return_routed_experts": True, "routed_experts_start_len": routes["from"]}
         chunks = await self._engine.async_generate(
-            input_ids=ids, sampling_params=sampling, return_logprob=True, stream=True, rid=f"r{number}"
+            input_ids=ids, sampling_params=sampling, return_logprob=True, stream=True, rid=f"r{number}", **wanted
         )
         last: dict[str, Any] = {}
         async for chunk in chunks:
@@ -84,6 +91,7 @@ class Worker:
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],
             "versions": sorted({span["version"] for span in meta["weight_versions"]}),
+            "routes": None if routes is None else _smaller(meta.get("routed_experts"), routes["dtype"]),
         }
 
     async def score(self, ids: list[int], start: int) -> dict[str, Any]:
@@ -167,6 +175,15 @@ class Worker:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def _smaller(routes: str | None, dtype: str) -> str | None:
+    """SGLang's expert numbers, int32 in base64, as a smaller integer type in base64."""
+    import numpy as np
+
+    if routes is None:
+        return None
+    return base64.b64encode(np.frombuffer(base64.b64decode(routes), np.int32).astype(dtype).tobytes()).decode()
 
 
 def _check(what: str, success: bool, message: str) -> None:

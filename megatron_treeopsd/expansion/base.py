@@ -77,7 +77,7 @@ class Growth:
         belongs to the first of its chains. Two trunks may then share turns. Raises `TreeError` if such siblings were
         answered differently.
         """
-        out = RolloutTree(self.tree.question, self.tree.prompt_ids)
+        out = RolloutTree(self.tree.question, self.tree.prompt_ids, prompt_routes=self.tree.prompt_routes)
         moved = {ROOT: ROOT}
         # The turns of a chain are in order already, and a chain starts behind a turn of a chain with a lower number.
         for index, turn in sorted(enumerate(self.tree.turns), key=lambda item: item[1].chain):

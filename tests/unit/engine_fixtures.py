@@ -142,7 +142,9 @@ class ScriptedEngine(Engine):
         self.most_running = 0
         self.released: list[str] = []
 
-    async def generate(self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
         self.requests.append((list(prompt_ids), seed, sampling, session))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
