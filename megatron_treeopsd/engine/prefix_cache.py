@@ -55,6 +55,7 @@ class PrefixCache:
         capacity: number of slots.
         evicted_tokens: tokens thrown out since the last `clear`.
         rejected_tokens: tokens that found no slot since the last `clear`, because everything was pinned.
+        pinned_tokens: tokens that cannot be thrown out.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -69,6 +70,7 @@ class PrefixCache:
         self._clock = 0
         self.evicted_tokens = 0
         self.rejected_tokens = 0
+        self.pinned_tokens = 0
 
     @property
     def used_tokens(self) -> int:
@@ -108,10 +110,19 @@ class PrefixCache:
             node = child
         return node, start, slots
 
+    def hold(self, ids: Sequence[int]) -> Node:
+        """Pin the cached prefix of `ids`, to the token; returns the node to `unpin`."""
+        node, offset, _ = self._walk(list(ids))
+        if offset < len(node.tokens):
+            node = self._split(node, offset)
+        self.pin(node)
+        return node
+
     def pin(self, node: Node) -> None:
         """Keep the path from the root to `node` until `unpin`."""
         step: Node | None = node
         while step is not None:
+            self.pinned_tokens += 0 if step.pins else len(step.tokens)
             step.pins += 1
             step = step.parent
 
@@ -121,14 +132,17 @@ class PrefixCache:
         while step is not None:
             step.pins -= 1
             assert step.pins >= 0, "a prefix was unpinned more often than pinned"
+            self.pinned_tokens -= 0 if step.pins else len(step.tokens)
             step = step.parent
 
     def check(self) -> None:
         """Assert that every slot is owned exactly once, edges are well formed and pins add up along paths."""
         slots: list[int] = self._free[: self._free_count].tolist()
+        pinned = 0
         stack = [self._root]
         while stack:
             node = stack.pop()
+            pinned += len(node.tokens) if node.pins else 0
             assert len(node.tokens) == len(node.slots), "an edge has another number of slots than tokens"
             assert node.tokens or node is self._root, "an edge below the root is empty"
             assert node.pins >= sum(child.pins for child in node.children.values()), "a pin does not reach the root"
@@ -138,6 +152,7 @@ class PrefixCache:
             slots += node.slots.tolist()
             stack += node.children.values()
         assert sorted(slots) == list(range(self.capacity)), "a slot is lost or owned twice"
+        assert pinned == self.pinned_tokens, "the count of pinned tokens is wrong"
 
     def _walk(self, ids: list[int]) -> tuple[Node, int, list[np.ndarray]]:
         """Follow `ids` from the root: the edge reached, the number of its tokens matched, the slots on the way."""

@@ -56,6 +56,23 @@ def test_a_pin_survives_the_split_of_its_edge() -> None:
     assert cache.evicted_tokens == 9
 
 
+def test_a_prefix_is_held_to_the_token() -> None:
+    cache = PrefixCache(8)
+    cache.insert([1, 2, 3, 4])
+    first = cache.hold([1, 2, 3, 9])  # ends within an edge, of which the rest may go
+    second = cache.hold([1, 2])
+    assert cache.pinned_tokens == 3
+    cache.check()
+    cache.insert([5] * 5)
+    assert (slots_of(cache, [1, 2, 3, 4]), len(slots_of(cache, [5] * 5))) == ([0, 1, 2], 5)
+    assert cache.hold([7]).parent is None  # nothing of it is cached: the root
+    cache.unpin(first)
+    assert cache.pinned_tokens == 2
+    cache.unpin(second)
+    assert cache.pinned_tokens == 0
+    cache.check()
+
+
 def test_the_least_recently_used_goes_first() -> None:
     cache = PrefixCache(6)
     for token in (1, 2, 3):
