@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_treeopsd.weights.families import weights_of
 from megatron_treeopsd.weights.place import Place, bind
@@ -24,6 +24,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DENSE = Qwen3Config(**SHAPE, tie_word_embeddings=False)
+LLAMA = LlamaConfig(**SHAPE, tie_word_embeddings=False)
 MOE = Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False)
 QWEN3_30B_A3B = Qwen3MoeConfig(
     vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
@@ -68,7 +69,7 @@ def test_vocabulary_is_padded_with_zeros_and_cut_back() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [DENSE, MOE, LLAMA], ids=["dense", "moe", "llama"])
 def test_join_undoes_shard_and_each_element_is_read_once(config: Any, size: int) -> None:
     for weight in weights_of(config):
         full = {name: torch.randn(shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
@@ -97,10 +98,11 @@ def te_parameters(config: Any, place: Place) -> Iterator[tuple[str, Shape]]:
         rows = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
         yield f"{attention}.linear_qkv.layer_norm_weight", (hidden,)
         yield f"{attention}.linear_qkv.weight", (rows // tp, hidden)
-        yield f"{attention}.q_layernorm.weight", (config.head_dim,)
-        yield f"{attention}.k_layernorm.weight", (config.head_dim,)
+        if config.model_type != "llama":
+            yield f"{attention}.q_layernorm.weight", (config.head_dim,)
+            yield f"{attention}.k_layernorm.weight", (config.head_dim,)
         yield f"{attention}.linear_proj.weight", (hidden, config.num_attention_heads * config.head_dim // tp)
-        if config.model_type == "qwen3":
+        if config.model_type != "qwen3_moe":
             yield f"{mlp}.linear_fc1.layer_norm_weight", (hidden,)
             yield f"{mlp}.linear_fc1.weight", (2 * config.intermediate_size // tp, hidden)
             yield f"{mlp}.linear_fc2.weight", (hidden, config.intermediate_size // tp)
@@ -167,9 +169,10 @@ def test_every_name_of_qwen3_30b_a3b_once_under_transformer_engine_names(layout:
     assert set(held.values()) == {1}
 
 
+@pytest.mark.parametrize("family", [Qwen3Config, LlamaConfig])
 @pytest.mark.parametrize("tied", [True, False])
-def test_dense_transformer_engine_names(tied: bool) -> None:
-    config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
+def test_dense_transformer_engine_names(tied: bool, family: Any) -> None:
+    config = family(**SHAPE, tie_word_embeddings=tied)
     place = Place(tp=(1, 2), layers=(1,), first=False)
     bound = bind(weights_of(config), dict(te_parameters(config, place)), place)
     assert {name: weight.hf for name, weight in bound.items() if "layer" in name and "self" not in name} == {
