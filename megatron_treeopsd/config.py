@@ -261,6 +261,12 @@ class SGLangEngine(Section):
         Path(".venv-sglang/bin/python"), description="interpreter of SGLang's environment (./launch/sglang_env.sh)"
     )
     ranks_per_engine: int = Field(1, ge=1, description="training processes that share one engine")
+    tensor_parallel: int = Field(
+        0, ge=0, description="devices that one engine is divided over; 0: ranks_per_engine GPUs, or one CPU"
+    )
+    first_gpu: int | None = Field(
+        None, ge=0, description="first GPU of the engines, behind those of the training; None: on the same GPUs"
+    )
     max_batch: int = Field(64, ge=1, description="requests in the engine at a time")
     cache_tokens: int = Field(65_536, ge=256, description="capacity of the cache of keys and values")
     deterministic: bool = Field(True, description="a seed gives the same tokens in any batch")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-import json
 import logging
 import shutil
 import socket
@@ -27,21 +26,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_treeopsd import config
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
 from megatron_treeopsd.engine.gate import Gate, Ticket
 from megatron_treeopsd.engine.handover import hand_over
-from megatron_treeopsd.engine.sglang_process import SHIM, EngineDied, EngineProcess
+from megatron_treeopsd.engine.sglang_process import EngineDied, EngineProcess
+from megatron_treeopsd.engine.sglang_settings import engine_gpu, server_settings, serving_folder, variables
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
 from megatron_treeopsd.routes import route_dtype
 
 logger = logging.getLogger(__name__)
-
-FAMILIES = ("qwen3", "qwen3_moe")
-"""`model_type` values that this engine is tested with."""
 
 
 class SGLangEngine(Engine):
@@ -64,11 +61,16 @@ class SGLangEngine(Engine):
         super().__init__()
         self._section = section
         self._dtype = dtype
+        self._gpu = (
+            engine_gpu(section, own=torch.cuda.current_device(), visible=torch.cuda.device_count())
+            if torch.cuda.is_available()
+            else None
+        )
         self._shapes = checkpoint_shapes(checkpoint)
         self._folder = Path(tempfile.mkdtemp(prefix="treeopsd-sglang-"))
         self._closed = False
         try:
-            model = _serving_folder(checkpoint, self._folder)
+            model = serving_folder(checkpoint, self._folder / "model")
             self._route_shape = _route_shape(model) if routes else None
             self._tied: bool = model.tie_word_embeddings
             self._vocabulary: int = model.vocab_size
@@ -283,47 +285,21 @@ class SGLangEngine(Engine):
         if not section.python.is_file():
             raise EngineError(f"engine.python={section.python}: there is no such file; make SGLang's environment with "
                               "./launch/sglang_env.sh")  # fmt: skip
-        cuda = torch.cuda.is_available()
         process = EngineProcess(
             section.python.absolute(),  # not resolved: a virtual environment is known by the path of its link
-            self._settings(cuda),
-            variables=_variables(cuda),
+            server_settings(
+                section,
+                model=self._folder / "model",
+                context=self._context,
+                dtype=str(self._dtype).removeprefix("torch."),
+                routes=self._route_shape is not None,
+                gpu=self._gpu,
+            ),
+            variables=variables(section, self._gpu),
             log=self._folder / "log.txt",
         )
         process.wait_until_ready(section.start_seconds)
         return process
-
-    def _settings(self, cuda: bool) -> dict[str, Any]:
-        """Arguments of `sglang.Engine`."""
-        section = self._section
-        settings: dict[str, Any] = {
-            "model_path": str(self._folder / "model"),
-            "load_format": "dummy",  # the weights come with the first publish
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "context_length": self._context + 8,  # SGLang keeps a few tokens for itself
-            "max_running_requests": section.max_batch,
-            "max_total_tokens": section.cache_tokens,
-            "schedule_policy": "fcfs",  # the gate has chosen already
-            "stream_interval": 1 << 20,  # the first token, and all at the end
-            "enable_deterministic_inference": section.deterministic,
-            "random_seed": 0,
-            "log_level": "warning",
-            "nccl_port": section.port or None,
-            "enable_return_routed_experts": self._route_shape is not None,
-        }
-        if cuda:
-            return {**settings, "mem_fraction_static": section.memory_fraction, "enable_memory_saver": True}
-        return {
-            **settings,
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_overlap_schedule": True,
-            "disable_cuda_graph": True,
-            "mem_fraction_static": 0.1,
-        }
 
     def _replace(self, dead: EngineProcess, reason: str) -> None:
         """Start a new process with the weights published last, unless another request has done so already.
@@ -370,34 +346,6 @@ def _route_shape(model: PretrainedConfig) -> tuple[str, int, int]:
             "mismatch.routes=ignore"
         )
     return np.dtype(route_dtype(model.num_experts)).name, model.num_hidden_layers, model.num_experts_per_tok
-
-
-def _serving_folder(checkpoint: Path, folder: Path) -> PretrainedConfig:
-    """Write the config that SGLang serves into `folder`; returns the checkpoint's.
-
-    They differ in the end-of-sequence token, which SGLang does not get: a turn ends where its request says.
-    """
-    path = checkpoint / "config.json"
-    if not path.is_file():
-        raise EngineError(f"{checkpoint}: not a Hugging Face checkpoint folder (there is no config.json in it)")
-    model = AutoConfig.from_pretrained(checkpoint)
-    if model.model_type not in FAMILIES:
-        raise EngineError(f"{path}: model_type={model.model_type}; engine=sglang serves {', '.join(FAMILIES)}")
-    served = {**json.loads(path.read_text()), "eos_token_id": None, "tie_word_embeddings": model.tie_word_embeddings}
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(served))
-    return model
-
-
-def _variables(cuda: bool) -> dict[str, str]:
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        "PYTHONPATH": "",  # nothing of the trainer's environment
-    }
-    if not cuda:  # without a compiler cache the first token would take half a minute of compiling
-        variables |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(SHIM)}
-    return variables
 
 
 def _when_prefilled(gate: Gate, ticket: Ticket) -> Callable[[], None]:

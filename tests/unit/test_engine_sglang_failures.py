@@ -102,8 +102,8 @@ def test_a_missing_environment_says_how_to_make_it(stub: Stub) -> None:
 
 def test_another_architecture_is_refused(stub: Stub) -> None:
     path = stub.folder / "policy" / "config.json"
-    path.write_text(path.read_text().replace("qwen3_moe", "llama"))
-    with pytest.raises(EngineError, match="model_type=llama; engine=sglang serves qwen3, qwen3_moe"):
+    path.write_text(path.read_text().replace("qwen3_moe", "mixtral"))
+    with pytest.raises(EngineError, match="model_type=mixtral; engine=sglang serves llama, qwen3, qwen3_moe"):
         stub.engine()
 
 
