@@ -24,12 +24,15 @@ def check(destination: Path, source: Path, *, nbytes: int, overwrite: bool) -> N
     parent = inside.parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise WeightsError(f"{destination}: no permission to write in {parent}")
+    if not parent.is_dir():
+        raise WeightsError(f"{destination}: {parent} is not a folder; choose another destination")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise WeightsError(f"{destination}: no permission to write in {parent}; choose another destination")
     free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise WeightsError(
-            f"{destination}: {nbytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free there"
+            f"{destination}: {nbytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free there; make room or "
+            "choose another destination"
             + (" (what it replaces goes only when the new one is complete)" if destination.exists() else "")
         )
 

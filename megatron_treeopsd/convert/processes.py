@@ -38,14 +38,16 @@ class Processes:
         problem: str | None = None
         try:
             result = action()
-        except (OSError, WeightsError) as error:
+        except WeightsError as error:
             if self.size == 1:
                 raise
             problem = str(error)
+        except OSError as error:
+            problem = str(error)
         outcomes = self._gather((result, problem))
-        problems = [f"process {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+        problems = [(f"process {rank}: ", text) for rank, (_, text) in enumerate(outcomes) if text is not None]
         if problems:
-            raise WeightsError("; ".join(problems))
+            raise WeightsError("; ".join(f"{who if self.size > 1 else ''}{text}" for who, text in problems))
         return [value for value, _ in outcomes]
 
     def on_first(self, action: Callable[[], _T]) -> _T:

@@ -26,11 +26,15 @@ def weights_of(hf_config: PreTrainedConfig) -> list[Weight]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a Hugging Face folder. Raises `WeightsError` if there is none, or no map for it."""
+    """The configuration of a Hugging Face folder. Raises `WeightsError` if there is none, no valid one, or no map."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig  # takes seconds to import
 
     _check_architecture_of(folder)
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise WeightsError(f"{folder / 'config.json'}: not a valid configuration: {error}") from None
 
 
 def check_folder(folder: Path, hf_config: PreTrainedConfig) -> None:

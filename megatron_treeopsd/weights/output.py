@@ -17,7 +17,10 @@ PAGE_BYTES = 4096
 
 
 class Output:
-    """A new file, written by one thread or several. A disk that is full or fails shows as `OSError` in some call."""
+    """A new file, written by one thread or several.
+
+    A disk that is full or fails shows as `OSError`, with the file's name, in some call.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,8 +33,11 @@ class Output:
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes from byte `offset` on."""
         view, size, done = memoryview(data), len(data), 0
-        while done < size:
-            done += os.pwrite(self._handle, view[done : done + WRITE_BYTES], offset + done)
+        try:
+            while done < size:
+                done += os.pwrite(self._handle, view[done : done + WRITE_BYTES], offset + done)
+        except OSError as error:
+            raise self._named(error) from None
         with self._lock:
             self._unflushed += size
             if self._unflushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
@@ -41,13 +47,19 @@ class Output:
 
     def finish(self) -> None:
         """Return when all of it is on the disk."""
-        self._settle()
-        os.fsync(self._handle)
+        try:
+            self._settle()
+            os.fsync(self._handle)
+        except OSError as error:
+            raise self._named(error) from None
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
         self._thread.shutdown()
         os.close(self._handle)
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self.path))
 
     def _settle(self) -> None:
         flushing, self._flushing = self._flushing, None

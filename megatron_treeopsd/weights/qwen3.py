@@ -60,7 +60,8 @@ def head(config: PreTrainedConfig) -> Iterator[Weight]:
 def attention(config: PreTrainedConfig, layer: int, *, head_norms: str = "qk") -> Iterator[Weight]:
     """Norm, fused query/key/value, norms of each head of what `head_norms` names, output projection."""
     h, m = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_key_value_heads
+    hidden, groups = config.hidden_size, config.num_key_value_heads
+    head_dim = config.head_dim or hidden // config.num_attention_heads  # null in a configuration means that
     queries = config.num_attention_heads * head_dim
     yield Weight(
         megatron=(f"{m}.input_layernorm.weight", f"{m}.self_attention.linear_qkv.layer_norm_weight"),

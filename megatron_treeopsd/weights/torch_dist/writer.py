@@ -94,7 +94,7 @@ def complete(folder: Path, places: Sequence[Slot], records: Iterable[Record]) ->
             stored = tensors.setdefault(key, StoredTensor(record.dtype, record.shape, []))
             stored.chunks.append(record.chunk)
     objects = _write_objects(folder, places)
-    torch.save(COMMON, folder / "common.pt")  # where Megatron before 0.19 looks for it
+    (folder / "common.pt").write_bytes(_pickled(COMMON))  # where Megatron before 0.19 looks for it
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     for name in ("common.pt", "metadata.json"):
         durable.sync(folder / name)
@@ -112,13 +112,19 @@ def _write_objects(folder: Path, places: Sequence[Slot]) -> dict[str, Blob]:
     ]
     with open(folder / name, "wb") as file:
         for keys, value in contents:
-            pickled = io.BytesIO()
-            torch.save([value], pickled)
-            objects |= dict.fromkeys(keys, Blob(name, file.tell(), pickled.tell()))
-            file.write(pickled.getvalue())
+            pickled = _pickled([value])
+            objects |= dict.fromkeys(keys, Blob(name, file.tell(), len(pickled)))
+            file.write(pickled)
         file.flush()
         os.fsync(file.fileno())
     return objects
+
+
+def _pickled(value: object) -> bytes:
+    """As `torch.save` stores it. Into memory: a full disk is no `OSError` where torch writes a file by itself."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def extra_states(places: Sequence[Slot]) -> Iterator[str]:
