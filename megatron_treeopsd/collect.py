@@ -53,12 +53,13 @@ class Collector:
         self._environment = environment
         self._reward = reward
         self._share = share
-        self.training = self._expansion(recipe.expansion, recipe.rollout.temperature)
+        routes = recipe.mismatch.routes != "ignore"
+        self.training = self._expansion(recipe.expansion, recipe.rollout.temperature, routes=routes)
         single = config.Chains(name="chains", chains=1)
-        self._single = {t: self._expansion(single, t) for t in (0.0, recipe.rollout.temperature)}
+        self._single = {t: self._expansion(single, t, routes=False) for t in (0.0, recipe.rollout.temperature)}
 
-    def _expansion(self, section: config.Expansion, temperature: float) -> Expansion:
-        sampling = Sampling(self._recipe.task.max_turn_tokens, self._environment.stop_ids, temperature)
+    def _expansion(self, section: config.Expansion, temperature: float, *, routes: bool) -> Expansion:
+        sampling = Sampling(self._recipe.task.max_turn_tokens, self._environment.stop_ids, temperature, routes)
         return expansions.build(
             section,
             engine=self._engine,

@@ -227,8 +227,14 @@ class Rollout(Section):
 class Mismatch(Section):
     """What is done where the engine's log-probabilities differ from the trainer's."""
 
-    truncate: Literal["none", "turn"] = Field(
-        "none", description="turn: weigh a turn with min(ratio, cap), ratio: its probability, trainer over engine"
+    routes: Literal["ignore", "compare", "replay"] = Field(
+        "ignore",
+        description="experts of each token in the engine. compare: count where the trainer's differ; replay: use them",
+    )
+    truncate: Literal["none", "token", "turn"] = Field(
+        "none",
+        description="weigh each turn, or the gradient of each token, with min(ratio, cap), ratio: its probability, "
+        "trainer over engine",
     )
     cap: float = Field(2.0, gt=0, description="largest importance weight")
     drop_above: float | None = Field(None, gt=0, description="drop turns whose |log ratio| is larger, and count them")
@@ -271,6 +277,9 @@ class SGLangEngine(Section):
     cache_tokens: int = Field(65_536, ge=256, description="capacity of the cache of keys and values")
     deterministic: bool = Field(True, description="a seed gives the same tokens in any batch")
     bucket_mb: int = Field(256, ge=1, description="MiB of weights handed over at a time")
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "distributed", "disk"] = Field(
+        "auto", description="how weights get there; auto: cuda_ipc, distributed with first_gpu, shared_memory on a CPU"
+    )
     verify_every: int = Field(1, ge=0, description="publishes between checks against the trainer; 0: never")
     verify_tolerance: float = Field(1e-3, gt=0, description="nats a token's log-probability may differ in that check")
     restarts: int = Field(1, ge=0, description="how often a dead engine is started again between two publishes")
@@ -278,8 +287,8 @@ class SGLangEngine(Section):
     request_seconds: float = Field(600, gt=0, description="longest wait for an answer of the engine")
     port: int = Field(0, ge=0, le=65535, description="loopback port of SGLang's process group; 0: any that is free")
     memory_fraction: float = Field(0.5, gt=0, lt=1, description="share of a GPU's memory for weights and cache")
-    sleep_tags: tuple[Literal["kv_cache", "weights"], ...] = Field(
-        ("kv_cache", "weights"), description="what is given back to the GPU while training runs"
+    sleep_tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] = Field(
+        ("kv_cache", "weights"), description="memory that is given back while training runs; empty: the engine stays up"
     )
 
 

@@ -14,9 +14,10 @@ from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.plan import plan_micro_batches
 from megatron_treeopsd.batch.weights import loss_weights
 from megatron_treeopsd.config import Recipe
-from megatron_treeopsd.mismatch import corrections
+from megatron_treeopsd.mismatch import Corrections, corrections
 from megatron_treeopsd.objective.base import Objective, Report
 from megatron_treeopsd.questions import stable_seed
+from megatron_treeopsd.routes import check_routed
 from megatron_treeopsd.tree import RolloutTree
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Learner:
         self._dtype = torch.float32
         self._notes: dict[str, list[np.ndarray]] = {}
         self._credits: Sequence[np.ndarray] = ()
+        self._routes: dict[str, float] = {}
 
     def notes(self) -> dict[str, list[np.ndarray]]:
         """What the last update knew of each turn: `credit`, `log_ratio` after it, and `target` where there is one.
@@ -51,12 +53,19 @@ class Learner:
 
         For each tree and turn float32 [L_v]. With these the ratio is one at the first mini-batch, and the difference
         to the engine's numbers is a measurement, not an error of the gradient.
+
+        With `mismatch.routes` it is also counted how many tokens go to the experts that they went to in the engine.
+        Raises `TreeError` naming a turn whose routes are missing.
         """
         blank = [TrainedTree(tree, np.zeros(len(tree.turns)), _zeros(tree)) for tree in trees]
         if not self._objective.uses_behaviour:
             return [list(item.behaviour) for item in blank]
+        if self._policy.routing is not None:
+            for tree in trees:
+                check_routed(tree)
         micro_batches = self._pack(blank, [np.zeros(len(tree.turns)) for tree in trees])
         scored = self._policy.log_probs(micro_batches)
+        self._routes = self._count_routes()
         out = [list(item.behaviour) for item in blank]
         for part in self._gather(
             [_by_turn(batch, values) for batch, values in zip(micro_batches, scored, strict=True)]
@@ -80,11 +89,13 @@ class Learner:
             name: [np.full(len(t.turns), np.nan) for t in trees] for name in ("log_ratio", "target_log_ratio")
         }
         self._credits = credits
-        factors = [np.ones(len(tree.turns)) for tree in trees]
-        corrected: dict[str, float] = {}
+        corrected = Corrections([np.ones(len(tree.turns)) for tree in trees], None, {})
         if self._objective.uses_behaviour:
-            factors, corrected = corrections(trees, behaviour, self._recipe.mismatch)
-        items = [TrainedTree(*parts) for parts in zip(trees, credits, behaviour, strict=True)]
+            corrected = corrections(trees, behaviour, self._recipe.mismatch)
+        items = [
+            TrainedTree(*parts, None if corrected.tokens is None else corrected.tokens[index])
+            for index, parts in enumerate(zip(trees, credits, behaviour, strict=True))
+        ]
         chosen = [
             index
             for index, tree in enumerate(trees)
@@ -96,12 +107,13 @@ class Learner:
             random.Random(stable_seed("mini-batches", self._recipe.seed, step, epoch)).shuffle(order)
             for part in np.array_split(np.array(order, dtype=np.int64), update.mini_batches):
                 if len(part):
-                    metrics.append(self._mini_batch([items[i] for i in part], factors, part.tolist()))
+                    metrics.append(self._mini_batch([items[i] for i in part], corrected.turns, part.tolist()))
         return {
             "train/trained_tokens": float(sum(trees[i].sampled_count for i in chosen)),
             "train/unique_tokens": float(sum(trees[i].token_count for i in chosen)),
             "train/optimizer_steps": float(len(metrics)),
-            **corrected,
+            **corrected.counts,
+            **self._routes,
             **_means(metrics),
         }
 
@@ -138,6 +150,17 @@ class Learner:
                 values = torch.stack([part.sum() for part in values.split(lengths.tolist())])
             for (tree, turn), value in zip(origin, values.tolist(), strict=True):
                 self._notes[name][positions[tree]][turn] = value
+
+    def _count_routes(self) -> dict[str, float]:
+        """Shares of the pairs of a token and a layer, from the pass that has just ended."""
+        if self._policy.routing is None:
+            return {}
+        counts = self._policy.routing.take_counts(self._policy.parallel.device)
+        pairs = max(counts.known, 1)
+        return {
+            "mismatch/routes_differ_share": 1 - counts.own / pairs,
+            "mismatch/routes_replayed_share": counts.taken / pairs,
+        }
 
     def _pack(self, trees: Sequence[TrainedTree], weights: Sequence[np.ndarray]) -> list[PackedTrees]:
         """This data-parallel rank's micro-batches."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -35,32 +36,50 @@ def measure(trees: Sequence[RolloutTree], behaviour: Behaviour) -> dict[str, flo
     }
 
 
-def corrections(
-    trees: Sequence[RolloutTree], behaviour: Behaviour, section: config.Mismatch
-) -> tuple[list[np.ndarray], dict[str, float]]:
-    """What the weight of each turn is multiplied with, float64 [n_turns] a tree, and counts of turns by what was done.
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """What training makes of the differences; one entry a tree.
 
-    With `section.truncate="turn"` the truncated importance weight min(ratio, cap), where the ratio is the product over
-    the turn's tokens of trainer over engine probability; else one. A turn is dropped (zero) if its |log ratio| is above
+    Attributes:
+        turns: float64 [n_turns], what the weight of each turn is multiplied with.
+        tokens: for each turn float64 [L_v], what the gradient of each token's log-prob is multiplied with; None for
+            one.
+        counts: turns or tokens by what was done to them, as metrics.
+    """
+
+    turns: list[np.ndarray]
+    tokens: list[list[np.ndarray]] | None
+    counts: dict[str, float]
+
+
+def corrections(trees: Sequence[RolloutTree], behaviour: Behaviour, section: config.Mismatch) -> Corrections:
+    """Truncated importance weights min(ratio, cap), where the ratio is trainer over engine probability, and drops.
+
+    With `section.truncate="turn"` the ratio is that of a whole turn, the product over its tokens, and weighs the turn.
+    With "token" each token has its own (TIS, Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"): of a loss that is a sum over tokens it weighs the token's term, of a loss of the turn's
+    ratio the token's part in the gradient. A turn is dropped (weight zero) if its |log ratio| is above
     `section.drop_above`.
     """
-    factors: list[np.ndarray] = []
-    truncated = dropped = 0
-    for differences in turn_differences(trees, behaviour):
-        log_ratio = np.array([part.sum() for part in differences], dtype=np.float64)
-        factor = np.ones(len(log_ratio))
-        if section.truncate == "turn":
-            factor = np.exp(np.minimum(log_ratio, np.log(section.cap)))
-            truncated += int((log_ratio > np.log(section.cap)).sum())
-        if section.drop_above is not None:
-            gone = np.abs(log_ratio) > section.drop_above
-            factor[gone] = 0.0
-            dropped += int(gone.sum())
-        factors.append(factor)
-    counts = {"mismatch/truncated_turns": float(truncated)} if section.truncate != "none" else {}
+    differences = turn_differences(trees, behaviour)
+    log_ratios = [np.array([part.sum() for part in of_tree], dtype=np.float64) for of_tree in differences]
+    turns = [np.ones(len(of_tree)) for of_tree in log_ratios]
+    tokens: list[list[np.ndarray]] | None = None
+    counts: dict[str, float] = {}
+    bound = np.log(section.cap)
+    if section.truncate == "turn":
+        turns = [np.exp(np.minimum(of_tree, bound)) for of_tree in log_ratios]
+        counts["mismatch/truncated_turns"] = float(sum((of_tree > bound).sum() for of_tree in log_ratios))
+    if section.truncate == "token":
+        tokens = [[np.exp(np.minimum(part, bound)) for part in of_tree] for of_tree in differences]
+        counts["mismatch/truncated_tokens"] = float(
+            sum((part > bound).sum() for of_tree in differences for part in of_tree)
+        )
     if section.drop_above is not None:
-        counts["mismatch/dropped_turns"] = float(dropped)
-    return factors, counts
+        gone = [np.abs(of_tree) > section.drop_above for of_tree in log_ratios]
+        turns = [np.where(drop, 0.0, factor) for drop, factor in zip(gone, turns, strict=True)]
+        counts["mismatch/dropped_turns"] = float(sum(drop.sum() for drop in gone))
+    return Corrections(turns, tokens, counts)
 
 
 def turn_differences(trees: Sequence[RolloutTree], behaviour: Behaviour) -> list[list[np.ndarray]]:

@@ -15,21 +15,27 @@ import numpy as np
 
 from megatron_treeopsd.engine.base import Engine, EngineError, Sampling
 from megatron_treeopsd.questions import stable_seed
+from megatron_treeopsd.routes import add_routes
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn
 
 PROMPT_TOKENS, SAMPLED_TOKENS = 24, 8
 
 
-def sample_probe(engine: Engine, *, vocabulary: int, temperature: float) -> RolloutTree:
-    """One turn of `engine` behind the fixed prompt. Its tokens are not counted in `engine.counters`."""
+def sample_probe(engine: Engine, *, vocabulary: int, temperature: float, routes: bool = False) -> RolloutTree:
+    """One turn of `engine` behind the fixed prompt, with its `routes` if asked for.
+
+    Its tokens are not counted in `engine.counters`.
+    """
     prompt = [stable_seed("probe", position) % vocabulary for position in range(PROMPT_TOKENS)]
-    sampling = Sampling(SAMPLED_TOKENS, frozenset(), temperature)
+    sampling = Sampling(SAMPLED_TOKENS, frozenset(), temperature, routes)
     counters = replace(engine.counters)
     completion = asyncio.run(engine.generate(prompt, seed=stable_seed("probe"), sampling=sampling, session="probe"))
     engine.release("probe")
     engine.counters = counters
     tree = RolloutTree(Question("probe", "", ()), prompt)
     tree.add(Turn(ROOT, completion.ids, completion.logprobs, version=completion.version, terminal=True))
+    if completion.routes is not None:
+        add_routes(tree, 0, 0, completion.routes)
     return tree
 
 

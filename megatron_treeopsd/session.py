@@ -75,7 +75,11 @@ class Session:
         self._objective = objective.build(recipe.objective)
         self.policy = Policy(recipe, self.parallel, total_steps=recipe.optimizer_steps)
         self._engine = engine.build(
-            recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype, rank=self.parallel.rank
+            recipe.engine,
+            checkpoint=recipe.model.checkpoint,
+            dtype=recipe.model.dtype,
+            rank=self.parallel.rank,
+            routes=recipe.mismatch.routes != "ignore",
         )
         self._cleanup.callback(self._engine.close)
         self.collector = Collector(
@@ -162,7 +166,10 @@ class Session:
         """All ranks score what each engine samples, so that all end with the same error if one is wrong."""
         recipe, holds_engine = self.recipe, self.parallel.rank % self.recipe.engine.ranks_per_engine == 0
         vocabulary, temperature = self.policy.hf_config.vocab_size, recipe.rollout.temperature
-        mine = [sample_probe(self._engine, vocabulary=vocabulary, temperature=temperature)] if holds_engine else []
+        routes = recipe.mismatch.routes != "ignore"
+        mine = []
+        if holds_engine:
+            mine.append(sample_probe(self._engine, vocabulary=vocabulary, temperature=temperature, routes=routes))
         probes = [probe for part in parallel.all_gather_objects(mine) for probe in part]
         tolerance = recipe.engine.verify_tolerance
         check_probes(probes, self.learner.behaviour(probes), version=self._version, tolerance=tolerance)

@@ -144,11 +144,15 @@ def rotary_table(
 
 @dataclass
 class TreeSequence(PackedSeqParams):
-    """What Megatron's layers hand through to `TreeAttention`: one flat sequence of rows, and who attends to whom."""
+    """What Megatron's layers hand through to `TreeAttention`: one flat sequence of rows, and who attends to whom.
+
+    `routes` [T of this rank, layers, experts a token] are for the routers, see `replay.py`.
+    """
 
     plan: Any = None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    routes: Tensor | None = None
 
 
 class TreeAttention(torch.nn.Module):

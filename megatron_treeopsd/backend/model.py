@@ -264,7 +264,11 @@ class PolicyModel(GPTModel):
             scaling=self.rope_scaling,
         )
         plan = self.kernel.plan(rows, config.params_dtype)
-        sequence = TreeSequence(qkv_format="thd", plan=plan, cos=cos, sin=sin)
+        routes = rows.routes
+        if routes is not None and config.sequence_parallel:
+            tp = self.pg_collection.tp
+            routes = routes.chunk(tp.size())[tp.rank()]
+        sequence = TreeSequence(qkv_format="thd", plan=plan, cos=cos, sin=sin, routes=routes)
         hidden = self.embedding(rows.ids[None], rows.positions[None]) if self.pre_process else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=sequence)
         if not self.post_process:

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from megatron_treeopsd import weights
 from megatron_treeopsd.backend import parallel as process_groups
-from megatron_treeopsd.backend.model import build_model, read_config
+from megatron_treeopsd.backend.model import PolicyModel, build_model, read_config
 from megatron_treeopsd.backend.optimizer import build_optimizer, build_scheduler, wrap_ddp
 from megatron_treeopsd.backend.parallel import ParallelState
+from megatron_treeopsd.backend.replay import Routing
 from megatron_treeopsd.batch.packed import PackedTrees
-from megatron_treeopsd.config import Recipe
+from megatron_treeopsd.config import Mismatch, Recipe, RecipeError
 from megatron_treeopsd.objective.base import Objective, Report
 from megatron_treeopsd.objective.segments import LogProbError
 
@@ -61,6 +62,7 @@ class Policy:
         optimizer, scheduler: Megatron's; None steps have been taken at the start.
         temperature: that of sampling; log-probs are of the distribution that turns were sampled from.
         hf_config: the checkpoint's Hugging Face config.
+        routing: router replay; None if routes are ignored.
         parallel: this rank's place in the layout.
     """
 
@@ -82,6 +84,7 @@ class Policy:
             recompute=recipe.model.recompute,
         )
         weights.load_pretrained(self.model, folder, self.hf_config)
+        self.routing = _routing(self.model, recipe.mismatch)
         self.ddp = wrap_ddp(self.model, recipe.layout)
         self.optimizer = build_optimizer(recipe.optimizer, recipe.layout, self.ddp)
         self.scheduler = build_scheduler(recipe.optimizer, self.optimizer, total_steps=total_steps)
@@ -121,6 +124,8 @@ class Policy:
         traces: list[_Trace] = []
 
         def loss_of(packed: PackedTrees, logprobs: Tensor) -> tuple[Tensor, _Trace]:
+            if packed.importance is not None:  # the values stay, their gradients are weighed
+                logprobs = logprobs.detach() + packed.importance * (logprobs - logprobs.detach())
             try:
                 loss, report = objective(logprobs, packed.turns)
             except LogProbError as error:
@@ -233,6 +238,14 @@ class _Trace:
             bad |= ~self.gradient.isfinite()
         turns = self.packed.turns.turn_of_token[bad].unique().tolist()
         return [self.packed.name(turn) for turn in turns]
+
+
+def _routing(model: PolicyModel, section: Mismatch) -> Routing | None:
+    if section.routes == "ignore":
+        return None
+    if model.config.num_moe_experts is None:
+        raise RecipeError(f"mismatch.routes={section.routes}: this model has no experts; set mismatch.routes=ignore")
+    return Routing(model, replay=section.routes == "replay")
 
 
 def _sum_gradients(model: list[Any], _: Tensor | None, **options: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_treeopsd.batch.packed import PackedTrees
+from megatron_treeopsd.routes import UNROUTED
 
 BLOCKS = 8
 """Blocks of rows of one rank. More of them balance better, and gather the keys of a path more often."""
@@ -79,6 +80,7 @@ def share_rows(packed: PackedTrees, *, ranks: int, rank: int, multiple: int = 1)
             key_offsets=_offsets([path.numel() for path in paths], place),
             edge_rows=place[packed.edge_rows[edges]] - rank * rows.numel(),
             edge_labels=packed.edge_labels[edges],
+            routes=None if packed.routes is None else packed.routes[rows],
         ),
         edges,
     )
@@ -126,8 +128,12 @@ def pad_rows(packed: PackedTrees, multiple: int) -> PackedTrees:
     if missing == 0:
         return packed
     new = torch.arange(rows, rows + missing, device=packed.ids.device)
+    routes = packed.routes
+    if routes is not None:
+        routes = torch.cat((routes, routes.new_full((missing, *routes.shape[1:]), UNROUTED)))
     return replace(
         packed,
+        routes=routes,
         ids=torch.cat((packed.ids, torch.zeros_like(new))),
         positions=torch.cat((packed.positions, new - rows)),
         query_offsets=torch.cat((packed.query_offsets, new[-1:] + 1)),

@@ -11,6 +11,7 @@ import torch
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.pieces import Piece
 from megatron_treeopsd.objective.base import TurnTable
+from megatron_treeopsd.routes import token_routes
 from megatron_treeopsd.tree import ROOT, RolloutTree, TreeError
 
 
@@ -22,6 +23,8 @@ class TrainedTree:
         tree: the rollout.
         credit: float64 [n_turns].
         behaviour: for each turn float32 [L_v], log-probs of its sampled tokens under the sampling version.
+        importance: for each turn float [L_v], what the gradient of each token's log-prob is multiplied with; None for
+            one.
 
     Raises `TreeError` naming question and turn if their lengths are not those of the tree.
     """
@@ -29,18 +32,22 @@ class TrainedTree:
     tree: RolloutTree
     credit: np.ndarray
     behaviour: Sequence[np.ndarray]
+    importance: Sequence[np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         name, turns = f"question {self.tree.question.id}", self.tree.turns
-        for what, given in (("credits", self.credit), ("lists of behaviour log-probs", self.behaviour)):
+        if len(self.credit) != len(turns):
+            raise TreeError(f"{name}: {len(self.credit)} credits for {len(turns)} turns")
+        for what, given in (("behaviour log-probs", self.behaviour), ("importance weights", self.importance)):
+            if given is None:
+                continue
             if len(given) != len(turns):
-                raise TreeError(f"{name}: {len(given)} {what} for {len(turns)} turns")
-        for index, (turn, logprobs) in enumerate(zip(turns, self.behaviour, strict=True)):
-            if len(logprobs) != len(turn.sampled_ids):
-                raise TreeError(
-                    f"{name}: turn {index} has {len(turn.sampled_ids)} sampled tokens "
-                    f"but {len(logprobs)} behaviour log-probs"
-                )
+                raise TreeError(f"{name}: {len(given)} lists of {what} for {len(turns)} turns")
+            for index, (turn, values) in enumerate(zip(turns, given, strict=True)):
+                if len(values) != len(turn.sampled_ids):
+                    raise TreeError(
+                        f"{name}: turn {index} has {len(turn.sampled_ids)} sampled tokens but {len(values)} {what}"
+                    )
 
 
 def pack(
@@ -105,6 +112,8 @@ def pack(
         edge_rows=torch.from_numpy(_concatenate([edge for _, edge in edges], np.int64)),
         edge_labels=torch.from_numpy(_concatenate(labels, np.int64)),
         turns=turns,
+        routes=rows.packed_routes(),
+        importance=_importance([(trees[t], v) for t, v in origin], dtype),
         origin=tuple(origin),
         questions=tuple(owner.tree.question.id for owner in owners),
     )
@@ -119,6 +128,7 @@ class _Rows:
         self.positions: list[np.ndarray] = []
         self.queries: list[int] = []
         self.keys: list[np.ndarray] = []
+        self.routes: list[np.ndarray | None] = []
 
     def add_chain(self, tree: RolloutTree, last: int, paths: dict[int, np.ndarray]) -> None:
         """Add the rows on the path to turn `last` that the piece lacks.
@@ -133,6 +143,7 @@ class _Rows:
                 continue
             above = paths[before] if before is not None else np.empty(0, dtype=np.int64)
             ids = tree.prompt_ids if turn == ROOT else tree.turns[turn].sampled_ids + tree.turns[turn].observation_ids
+            self.routes.append(token_routes(tree, None if turn == ROOT else tree.turns[turn]))
             paths[turn] = np.concatenate([above, np.arange(self.count, self.count + len(ids))])
             self.ids.append(ids)
             self.positions.append(np.arange(len(above), len(above) + len(ids)))
@@ -146,6 +157,24 @@ class _Rows:
         self.queries.append(1)
         self.keys.append(np.array([self.count]))
         self.count += 1
+
+    def packed_routes(self) -> torch.Tensor | None:
+        """Routes of all rows, if their trees have them."""
+        known = [routes for routes in self.routes if routes is not None]
+        if known and len(known) < len(self.routes):
+            raise TreeError("some of the trees of a micro-batch have routes and some have none")
+        return torch.from_numpy(np.concatenate(known)) if known else None
+
+
+def _importance(turns: Sequence[tuple[TrainedTree, int]], dtype: torch.dtype) -> torch.Tensor | None:
+    """Importance weights of the tokens of some turns; one where a tree has none, None if no tree has any."""
+    if all(item.importance is None for item, _ in turns):
+        return None
+    parts = [
+        np.ones(len(item.tree.turns[turn].sampled_ids)) if item.importance is None else item.importance[turn]
+        for item, turn in turns
+    ]
+    return torch.tensor(_concatenate(parts, np.float64)).to(dtype)
 
 
 def _concatenate(parts: Sequence[Sequence[int]] | Sequence[np.ndarray], dtype: type) -> np.ndarray:

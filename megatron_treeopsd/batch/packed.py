@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,9 @@ class PackedTrees:
         key_offsets: int64 [C+1] into `key_rows`.
         edge_rows, edge_labels: int64 [E].
         turns: the turn table over the E edges.
+        routes: int8/int16 [T, layers, experts a token], where each row went in the engine, `UNROUTED` (negative) where
+            that is not known; None without router replay.
+        importance: float [E], what the gradient of each edge's log-prob is multiplied with; None for one.
         origin: for each turn, (index of its tree in the list that was packed, index of the turn in that tree).
         questions: for each turn, the id of its question; for messages.
     """
@@ -50,6 +54,8 @@ class PackedTrees:
     edge_rows: Tensor
     edge_labels: Tensor
     turns: TurnTable
+    routes: Tensor | None = None
+    importance: Tensor | None = None
     origin: tuple[tuple[int, int], ...] = ()
     questions: tuple[str, ...] = ()
 
@@ -68,7 +74,9 @@ class PackedTrees:
         return f"question {self.questions[turn]} turn {self.origin[turn][1]}"
 
     def to(self, device: torch.device) -> PackedTrees:
-        moved = {
-            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in ("origin", "questions")
+        moved: dict[str, Any] = {
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), (Tensor, TurnTable))
         }
         return replace(self, **moved)

@@ -21,7 +21,7 @@ from megatron_treeopsd.config import Layout  # noqa: E402
 
 TWO = [{}, {"tp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}, {"cp": 2, "ep": 2}]
 FOUR = [{"tp": 2, "cp": 2, "ep": 2}, {"tp": 2, "cp": 2, "etp": 2, "ep": 2}, {"pp": 2, "cp": 2}]
-METHODS = ("bernoulli_kl", "clipped_turn_sum", "clipped_token")
+METHODS = ("bernoulli_kl", "clipped_turn_sum", "clipped_token", "replayed")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from backend_models import recipe
-from trees import random_tree
+from trees import random_tree, with_random_routes
 
 from megatron_treeopsd.backend import policy as policies
 from megatron_treeopsd.backend.parallel import ParallelState
@@ -52,6 +53,7 @@ def cases(seed: int = 0) -> dict[str, Case]:
         "bernoulli_kl": Case(BernoulliKL(radius=0.3), by_turn, trees),
         "clipped_turn_sum": Case(Clipped(ratio="turn_sum"), by_turn, trees),
         "clipped_token": Case(Clipped(ratio="token"), by_sequence, chains),
+        "replayed": Case(BernoulliKL(radius=0.3), by_turn, [with_random_routes(deepcopy(tree)) for tree in trees]),
     }
 
 
@@ -102,6 +104,7 @@ class MiniBatch:
             for leaf in leaves:
                 path = item.tree.path(leaf)
                 alone = RolloutTree(Question(f"{item.tree.question.id} leaf {leaf}", "", ()), item.tree.prompt_ids)
+                alone.prompt_routes = item.tree.prompt_routes
                 alone.turns = [
                     replace(item.tree.turns[v], parent=i - 1 if i else ROOT, chain=0) for i, v in enumerate(path)
                 ]
@@ -142,7 +145,9 @@ def float64() -> Iterator[None]:
 
 
 def build(checkpoint: Path, state: ParallelState, *, recompute: bool, **layout: int) -> Policy:
-    return Policy(recipe(checkpoint, model={"recompute": recompute}, layout=layout), state)
+    """A policy that follows the routes of trees that have any."""
+    sections: dict[str, dict[str, object]] = {"model": {"recompute": recompute}, "mismatch": {"routes": "replay"}}
+    return Policy(recipe(checkpoint, **sections, layout=dict(layout)), state)
 
 
 Gradients = dict[str, torch.Tensor]

@@ -56,15 +56,19 @@ def test_corrections_by_hand() -> None:
     engine = [np.array(turn.sampled_logprobs) for turn in tree.turns]
     shifts = [np.log(2.0), np.log(0.5), 0.01]
     behaviour = [values + shift / len(values) for values, shift in zip(engine, shifts, strict=True)]
-    off, counts = corrections([tree], [behaviour], config.Mismatch())
-    assert (off[0].tolist(), counts) == ([1.0, 1.0, 1.0], {})
-    section = config.Mismatch(truncate="turn", cap=1.5)
-    [factor], counts = corrections([tree], [behaviour], section)
-    assert factor == pytest.approx([1.5, 0.5, np.exp(0.01)])
-    assert counts == {"mismatch/truncated_turns": 1.0}
-    [factor], counts = corrections([tree], [behaviour], config.Mismatch(drop_above=0.5))
-    assert factor.tolist() == [0.0, 0.0, 1.0]
-    assert counts == {"mismatch/dropped_turns": 2.0}
+    off = corrections([tree], [behaviour], config.Mismatch())
+    assert (off.turns[0].tolist(), off.tokens, off.counts) == ([1.0, 1.0, 1.0], None, {})
+    turns = corrections([tree], [behaviour], config.Mismatch(truncate="turn", cap=1.5))
+    assert turns.turns[0] == pytest.approx([1.5, 0.5, np.exp(0.01)])
+    assert (turns.tokens, turns.counts) == (None, {"mismatch/truncated_turns": 1.0})
+    tokens = corrections([tree], [behaviour], config.Mismatch(truncate="token", cap=1.2))
+    assert tokens.turns[0].tolist() == [1.0, 1.0, 1.0]
+    assert tokens.tokens is not None
+    assert np.concatenate(tokens.tokens[0]) == pytest.approx([1.2, 1.2, 0.5, np.exp(0.01)])  # sqrt(2) twice, cut
+    assert tokens.counts == {"mismatch/truncated_tokens": 2.0}
+    dropped = corrections([tree], [behaviour], config.Mismatch(drop_above=0.5))
+    assert dropped.turns[0].tolist() == [0.0, 0.0, 1.0]
+    assert dropped.counts == {"mismatch/dropped_turns": 2.0}
 
 
 def test_the_alarm_is_about_growth_not_about_the_level(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from megatron_treeopsd.objective import BernoulliKL, Clipped
 
 pytestmark = pytest.mark.fast
 
-METHODS = ["bernoulli_kl", "clipped_turn_sum", "clipped_token"]
+METHODS = ["bernoulli_kl", "clipped_turn_sum", "clipped_token", "replayed"]
 
 
 @pytest.fixture(scope="module")

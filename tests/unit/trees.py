@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
+from megatron_treeopsd.routes import UNROUTED, route_dtype
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn
 
 
@@ -55,6 +58,21 @@ def random_tree(
             play(rng.choice(inner) if inner else ROOT, chain)
             chain += 1
     tree.check()
+    return tree
+
+
+def with_random_routes(tree: RolloutTree, *, layers: int = 2, experts: int = 8, chosen: int = 2) -> RolloutTree:
+    """Give every token experts that no router would choose, but for the last token of each leaf, which has none."""
+    rng = np.random.default_rng(len(tree.turns))
+
+    def draw(tokens: int) -> np.ndarray:
+        return rng.random((tokens, layers, experts)).argsort(-1)[..., :chosen].astype(route_dtype(experts))
+
+    tree.prompt_routes = draw(len(tree.prompt_ids))
+    for turn in tree.turns:
+        turn.routes = draw(len(turn))
+        if turn.terminal:
+            turn.routes[-1] = UNROUTED
     return tree
 
 
