@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,17 @@ def reference_logprobs(
     return table.gather(1, torch.tensor(continuation_ids)[:, None])[:, 0].tolist()
 
 
+def reference_routes(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """int64 [tokens, layers, experts a token], sorted: where transformers' routers send each token of a sequence."""
+    chosen: list[Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[-1])) for gate in gates]
+    model(torch.tensor([list(ids)]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).sort(-1).values
+
+
 @dataclass(frozen=True)
 class EngineCase:
     """One engine that the contract tests run against.
@@ -73,14 +85,18 @@ class EngineCase:
     shared: bool = False
 
 
+def has_experts(checkpoint: Path) -> bool:
+    return "num_experts" in json.loads((checkpoint / "config.json").read_text())
+
+
 def _embedded(checkpoint: Path) -> Engine:
     section = config.EmbeddedEngine(name="embedded", max_batch=64, cache_tokens=16_384)
-    return engines.build(section, checkpoint=checkpoint, dtype="float32")
+    return engines.build(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
 
 
 def _sglang(checkpoint: Path) -> Engine:
     section = config.SGLangEngine(name="sglang", python=SGLANG_PYTHON, max_batch=64, cache_tokens=16_384, bucket_mb=1)
-    return engines.build(section, checkpoint=checkpoint, dtype="float32")
+    return engines.build(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
 
 
 SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
@@ -140,6 +156,7 @@ class ScriptedEngine(Engine):
         self.requests: list[tuple[list[int], int, Sampling, str]] = []
         self.running = 0
         self.most_running = 0
+        self.opened: dict[str, int] = {}
         self.released: list[str] = []
 
     async def generate(
@@ -162,5 +179,11 @@ class ScriptedEngine(Engine):
     def publish(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         self.version = version
 
+    def open(self, session: str, *, tokens: int) -> None:
+        self.opened[session] = tokens
+
     def release(self, session: str) -> None:
         self.released.append(session)
+
+    def abort(self, session: str) -> None:
+        raise NotImplementedError

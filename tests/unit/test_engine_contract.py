@@ -20,8 +20,10 @@ from engine_fixtures import (
     VOCABULARY,
     EngineCase,
     checkpoint_weights,
+    has_experts,
     random_policy,
     reference_logprobs,
+    reference_routes,
 )
 from transformers import PreTrainedModel
 
@@ -189,6 +191,38 @@ def test_a_turn_ends_where_the_models_context_ends(served: Served) -> None:
     [completion] = together(generate(served.engine, prompt, seed=1, tokens=50, stop_ids=frozenset()))
     assert (completion.finish, len(completion.ids)) == ("length", 5)
     assert worst_error(served, prompt, completion) <= served.case.tolerance
+
+
+# --------------------------------------------------------------------------------------------------------- routes
+def test_routes_are_those_of_the_routers_and_are_sent_once(served: Served) -> None:
+    """Fresh prompts, cached ones, and turns behind turns; where there are no experts, asking is an error."""
+    if not has_experts(served.folder / "policy"):
+        with pytest.raises(EngineError, match="not built to return them"):
+            together(generate(served.engine, [5], seed=0, routes=True))
+        return
+
+    async def ask(prompt: list[int], seed: int, start: int) -> Completion:
+        sampling = Sampling(8, STOPS, routes=True)
+        completion = await served.engine.generate(
+            prompt, seed=seed, sampling=sampling, session="tree", routes_from=start
+        )
+        expected = reference_routes(served.policy, [*prompt, *completion.ids[:-1]])[start:]
+        assert completion.routes is not None
+        assert completion.routes.dtype == "int8"
+        assert torch.equal(torch.from_numpy(completion.routes.astype(int)).sort(-1).values, expected)
+        return completion
+
+    inputs = prompts(6, seed=8)
+    first = together(*(ask(prompt, i, 0) for i, prompt in enumerate(inputs)))
+    again = together(*(ask(prompt, i, 0) for i, prompt in enumerate(inputs)))
+    assert [c.ids for c in again] == [c.ids for c in first]
+    behind = [[*prompt, *c.ids, 7, 8, 9] for prompt, c in zip(inputs, first, strict=True)]
+    known = [len(prompt) - 4 for prompt in behind]
+    branches = [ask(prompt, seed, start) for prompt, start in zip(behind, known, strict=True) for seed in range(2)]
+    assert all(len(c.routes) == 4 + len(c.ids) - 1 for c in together(*branches))
+    with pytest.raises(EngineError, match="from token 99 on, behind a prompt of 2"):
+        together(ask([5, 6], 0, 99))
+    assert together(generate(served.engine, inputs[0], seed=0))[0].routes is None
 
 
 # -------------------------------------------------------------------------------------------------------- scoring
