@@ -83,6 +83,9 @@ def test_names_and_shapes_of_global_tensors() -> None:
     assert norm.box(norm.whole) == ((1, 0), (1, 32))
     embedding = found["embedding.word_embeddings.weight"]
     assert (embedding.shape, embedding.lead) == ((256, 32), ())
+    tied = Qwen3Config(**SHAPE | {"tie_word_embeddings": True})
+    keys = {key for slot in slots(weights_of(tied)) if slot.weight.vocabulary for key in slot.keys}
+    assert keys == {"embedding.word_embeddings.weight"}  # Megatron saves no head beside it
 
 
 def test_layers_that_differ_have_tensors_of_their_own() -> None:

@@ -139,7 +139,9 @@ def slot(weight: Weight, *, layers: int | None, experts: int, vocabulary_multipl
         lead.append((weight.layer, layers))
     if weight.expert is not None:
         lead.append((weight.expert, experts))
-    keys = dict.fromkeys(_key(name, stacked=layers is not None) for name in reversed(weight.megatron))
+    # Megatron saves a tied head as the embedding that it is, and never under a name of its own.
+    names = weight.megatron[:1] if weight.vocabulary else reversed(weight.megatron)
+    keys = dict.fromkeys(_key(name, stacked=layers is not None) for name in names)
     return Slot(weight, tuple(keys), tuple(i for i, _ in lead), tuple(n for _, n in lead), rows, weight.shapes[0][1:])
 
 
