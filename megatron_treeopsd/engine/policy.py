@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from megatron_treeopsd.engine.base import EngineError
 
-FAMILIES = ("qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
 """`model_type` values whose modules the embedded engine is tested with."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -37,9 +37,10 @@ def check_family(config: PretrainedConfig) -> None:
     """Raise `EngineError` for architectures whose attention the engine does not reproduce."""
     if config.model_type not in FAMILIES:
         raise EngineError(f"the embedded engine serves {', '.join(FAMILIES)}; this checkpoint is {config.model_type}")
-    if config.sliding_window is not None:
-        raise EngineError("the embedded engine has no sliding-window attention; the checkpoint sets sliding_window="
-                          f"{config.sliding_window}")  # fmt: skip
+    if (window := getattr(config, "sliding_window", None)) is not None:
+        raise EngineError(
+            f"the embedded engine has no sliding-window attention; the checkpoint sets sliding_window={window}"
+        )
 
 
 def replace_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

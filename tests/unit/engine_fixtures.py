@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from megatron_treeopsd import config
 from megatron_treeopsd import engine as engines
@@ -21,7 +21,7 @@ from megatron_treeopsd.tree import Question
 
 VOCABULARY = 96
 CONTEXT = 256
-FAMILIES = ("qwen3_moe", "qwen3")
+FAMILIES = ("qwen3_moe", "qwen3", "llama")
 
 
 def random_policy(family: str = "qwen3_moe", *, seed: int = 0) -> PreTrainedModel:
@@ -34,6 +34,12 @@ def random_policy(family: str = "qwen3_moe", *, seed: int = 0) -> PreTrainedMode
     torch.manual_seed(seed)
     if family == "qwen3":
         policy_config: Any = Qwen3Config(**shape)
+    elif family == "llama":  # stretched as Llama 3.1, so that some waves are kept, some stretched, some mixed
+        shape["rope_parameters"] = {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }  # fmt: skip
+        policy_config = LlamaConfig(**shape)
     else:
         policy_config = Qwen3MoeConfig(**shape, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
     return AutoModelForCausalLM.from_config(policy_config).eval().requires_grad_(False)

@@ -355,8 +355,8 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     policy.config.sliding_window = 8
     with pytest.raises(EngineError, match="sliding"):
         check_family(policy.config)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(EngineError, match=r"serves qwen3, qwen3_moe; this checkpoint is llama"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(EngineError, match=r"serves llama, qwen3, qwen3_moe; this checkpoint is gpt2"):
         EmbeddedEngine.from_checkpoint(tmp_path, dtype=torch.float32, max_batch=4, cache_tokens=256)
 
 
