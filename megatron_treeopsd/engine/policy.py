@@ -14,22 +14,44 @@ from megatron_treeopsd.engine.base import EngineError
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 """`model_type` values whose modules the embedded engine is tested with."""
 
+MEGATRON = "latest_checkpointed_iteration.txt"
+"""The file by which a folder in Megatron's distributed format is known."""
+
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_policy(checkpoint: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a Hugging Face folder.
+    """Load a Hugging Face folder. Of a folder in Megatron's format only the shape: its weights must be published first.
 
     Raises `EngineError` if there is none, if it is of another architecture than the engine serves, or if it does not
     hold exactly the weights that its config asks for.
     """
     if not (checkpoint / "config.json").is_file():
         raise EngineError(f"{checkpoint}: not a Hugging Face checkpoint folder (there is no config.json in it)")
-    check_family(AutoConfig.from_pretrained(checkpoint))
+    config = AutoConfig.from_pretrained(checkpoint)
+    check_family(config)
+    if (checkpoint / MEGATRON).is_file() and not any(checkpoint.glob("*.safetensors")):
+        return _without_weights(config, dtype)
     model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
     wrong = {kind: names for kind, names in report.items() if names}
     if wrong:
         raise EngineError(f"{checkpoint}: the weights do not fit config.json: {wrong}")
+    return model
+
+
+def _without_weights(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model that raises `EngineError` until it is given weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    embedding.weight.fill_(float("nan"))
+
+    def refuse(*_: object) -> None:
+        if embedding.weight[0, 0].isnan():
+            raise EngineError("no weights were published yet, and the checkpoint folder is in Megatron's format, which "
+                              "engines do not read")  # fmt: skip
+
+    model.model.register_forward_pre_hook(refuse)
     return model
 
 

@@ -372,3 +372,16 @@ def test_bfloat16_runs_and_is_close(tmp_path: Path) -> None:
 def test_limits_that_make_no_sense_are_refused(sampling: Sampling) -> None:
     with pytest.raises(EngineError, match="must be at least"):
         run(make_engine().generate([5], seed=0, sampling=sampling, session="s"))
+
+
+def test_a_checkpoint_in_megatrons_format_waits_for_a_publish(tmp_path: Path) -> None:
+    """A run starts from one: the trainer reads the weights and publishes them before anything is sampled."""
+    policy = random_policy()
+    policy.config.save_pretrained(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    engine = EmbeddedEngine.from_checkpoint(tmp_path, dtype=torch.float32, max_batch=4, cache_tokens=256)
+    with pytest.raises(EngineError, match=r"no weights were published yet, and the checkpoint folder is in Megatron's"):
+        run(generate(engine, [5, 6], seed=0))
+    engine.publish(policy.state_dict().items(), version=0)
+    completions = run(generate(engine, [5, 6], seed=0))
+    assert worst_error([[5, 6]], completions) < 1e-5
