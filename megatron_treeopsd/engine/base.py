@@ -101,9 +101,23 @@ class Engine(ABC):
         then stay in use.
         """
 
+    def open(self, session: str, *, tokens: int) -> None:
+        """The tree `session` begins and will have at most `tokens` unique tokens. Who says so lets the engine plan."""
+
     @abstractmethod
     def release(self, session: str) -> None:
-        """The tree `session` is finished: its cache may go."""
+        """The tree `session` is finished, or given up: its cache may go. Must follow the last request, come what may.
+
+        Sessions that the engine does not know are ignored.
+        """
+
+    @abstractmethod
+    def abort(self, session: str) -> None:
+        """Cut the tree `session` short: its requests return what they have sampled, and `finish` "abort".
+
+        A turn has one token at least. That goes for requests that wait, and until `release` for those that are still
+        to come, too: they sample that one token.
+        """
 
     def sleep(self) -> None:
         """Free device memory while training runs. Nothing to free on a CPU."""

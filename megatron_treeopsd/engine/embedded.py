@@ -28,6 +28,7 @@ from megatron_treeopsd.engine.prefix_cache import Node, PrefixCache
 from megatron_treeopsd.engine.route_memory import RouteMemory
 from megatron_treeopsd.engine.rows import Request, Rows
 from megatron_treeopsd.engine.sampler import log_probabilities
+from megatron_treeopsd.tree import Finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +74,7 @@ class EmbeddedEngine(Engine):
         self._waiting: deque[Request] = deque()
         self._unanswered: set[asyncio.Future[Any]] = set()
         self._sessions: dict[str, set[Node]] = {}
+        self._aborted: set[str] = set()
         self._scheduler: asyncio.Task[None] | None = None
         self._cancelled = False
         self._closed = False
@@ -119,8 +121,16 @@ class EmbeddedEngine(Engine):
 
     def release(self, session: str) -> None:
         """See `Engine.release`. Unknown sessions are ignored: a tree may fail before its first request."""
+        self._aborted.discard(session)
         for node in self._sessions.pop(session, ()):
             self.cache.unpin(node)
+
+    def abort(self, session: str) -> None:
+        """See `Engine.abort`. Running requests sample one more token."""
+        self._aborted.add(session)
+        for row, request in enumerate(self._rows.requests):
+            if request.session == session:
+                self._rows.cut(row)
 
     def close(self) -> None:
         """Answer open requests with an `EngineError` and take no more."""
@@ -237,7 +247,8 @@ class EmbeddedEngine(Engine):
         for request in picked:
             limit = 0
             if request.sampling is not None:
-                limit = min(request.sampling.max_new_tokens, self._context - len(request.ids))
+                most = 1 if request.session in self._aborted else request.sampling.max_new_tokens
+                limit = min(most, self._context - len(request.ids))
             self._rows.add(request, limit=limit)
             self.counters.requests += 1
             self.counters.prompt_tokens += len(request.ids)
@@ -281,13 +292,12 @@ class EmbeddedEngine(Engine):
         ids, logprobs, stopped = self._rows.sampled(row)
         self._remember(row, request.ids + ids[:-1])
         self.counters.generated_tokens += len(ids)
+        finish: Finish = "stop" if stopped else "abort" if request.session in self._aborted else "length"
         routes = None
         if self._routes is not None and request.sampling is not None and request.sampling.routes:
             routes = self._routes.of(row, request.routes_from, len(request.ids) + len(ids) - 1)
         if not request.future.done():
-            request.future.set_result(
-                Completion(ids, logprobs, "stop" if stopped else "length", len(request.match), self.version, routes)
-            )
+            request.future.set_result(Completion(ids, logprobs, finish, len(request.match), self.version, routes))
 
     def _answer_score(self, request: Request, computed: Tensor) -> None:
         assert request.match is not None

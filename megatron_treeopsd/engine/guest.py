@@ -34,3 +34,6 @@ class GuestEngine(Engine):
 
     def release(self, session: str) -> None:
         """Nothing is held."""
+
+    def abort(self, session: str) -> None:
+        """Nothing is running."""

@@ -165,7 +165,7 @@ class PrefixCache:
                 break
             node = child
             node.used = self._clock
-            offset = _common_length(node.tokens, ids[position : position + len(node.tokens)])
+            offset = common_length(node.tokens, ids[position : position + len(node.tokens)])
             slots.append(node.slots[:offset])
             position += offset
             if offset < len(node.tokens):
@@ -212,7 +212,7 @@ class PrefixCache:
                 heapq.heappush(heap, (parent.used, order, parent))
 
 
-def _common_length(a: list[int], b: list[int]) -> int:
+def common_length(a: list[int], b: list[int]) -> int:
     """Length of the common prefix of two lists of token ids."""
     if a == b:  # compared in C; the usual case
         return len(a)

@@ -105,6 +105,10 @@ class Rows:
         stopped = bool(self._stops[self._stop_set[row], self.token[row]])
         return self._ids[row, :count].tolist(), self._logprobs[row, :count].tolist(), stopped
 
+    def cut(self, row: int) -> None:
+        """Let the next token be the row's last."""
+        self._limit[row] = 0
+
     def remove(self, row: int) -> int:
         """Drop a row; the last row takes its place. Returns the number of the row that moved (`row` itself if none)."""
         last = len(self.requests) - 1

@@ -1,7 +1,7 @@
 """The engine for production: SGLang in a process of its own, on the same machine; only token ids and weights cross.
 
-    SGLangEngine ── Gate ── EngineProcess ══ socket pair ══ sglang_worker ── sglang.Engine
-         └───────── StagedWeights ───────── shared memory ───────┘
+    SGLangEngine ── Requests ── EngineProcess ══ socket pair ══ sglang_worker ── sglang.Engine
+         └─────────── StagedWeights ─────────── shared memory ───────┘
 
 The process may die without taking the trainer with it: it is started again, gets the weights that were published last,
 and the requests that it has not answered are asked again. A request's result depends on prompt, seed and weights only,
@@ -10,7 +10,6 @@ so they come out as if nothing had happened.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import functools
 import logging
@@ -19,9 +18,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +30,13 @@ from transformers import PretrainedConfig
 from megatron_treeopsd import config
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
-from megatron_treeopsd.engine.gate import Gate, Ticket
 from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.sglang_process import EngineDied, EngineProcess
+from megatron_treeopsd.engine.sglang_requests import Requests
 from megatron_treeopsd.engine.sglang_settings import engine_gpu, server_settings, serving_folder, variables
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
 from megatron_treeopsd.routes import route_dtype
+from megatron_treeopsd.tree import Finish
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class SGLangEngine(Engine):
             self._vocabulary: int = model.vocab_size
             self._context: int = model.max_position_embeddings
             self._weights: StagedWeights | None = None
-            self._gate = self._new_gate()
-            self._open_requests = 0
+            self._requests = Requests(section, current=lambda: self._process, replace=self._replace)
             self._restarts_left = section.restarts
             self._failure: EngineError | None = None
             self._restarting = threading.Lock()
@@ -95,7 +94,6 @@ class SGLangEngine(Engine):
         check_generate(prompt_ids, sampling, vocabulary=self._vocabulary, context=self._context)
         check_routes(sampling, len(prompt_ids), routes_from, returned=self._route_shape is not None)
         parameters = {
-            "max_new_tokens": min(sampling.max_new_tokens, self._context - len(prompt_ids)),
             "temperature": sampling.temperature,
             "sampling_seed": seed % 2**63,
             "stop_token_ids": sorted(sampling.stop_ids),
@@ -103,16 +101,21 @@ class SGLangEngine(Engine):
         wanted = None
         if sampling.routes and self._route_shape is not None:
             wanted = {"from": routes_from, "dtype": self._route_shape[0]}
-        answer = await self._ask("generate", prompt_ids, sampling=parameters, routes=wanted)
+        answer = await self._ask(
+            "generate",
+            prompt_ids,
+            session=session,
+            new_tokens=min(sampling.max_new_tokens, self._context - len(prompt_ids)),
+            sampling=parameters,
+            routes=wanted,
+        )
         if answer["versions"] != [str(self.version)]:
             raise EngineError(f"SGLang sampled a turn with weights of version {answer['versions']}, not {self.version}")
         ids = answer["ids"]
         routes = self._routes_in(answer, len(prompt_ids), routes_from) if sampling.routes else None
         self.counters.generated_tokens += len(ids)
         # SGLang looks at the length first, the contract at the stop token.
-        finish: Literal["stop", "length", "abort"] = (
-            "stop" if ids and ids[-1] in sampling.stop_ids else answer["finish"]
-        )
+        finish: Finish = "stop" if ids[-1] in sampling.stop_ids else answer["finish"]
         return Completion(ids, answer["logprobs"], finish, answer["cached_tokens"], self.version, routes)
 
     def _routes_in(self, answer: dict[str, Any], prompt: int, start: int) -> np.ndarray:
@@ -131,7 +134,7 @@ class SGLangEngine(Engine):
         """See `Engine.score`."""
         self._check_open()
         check_score(prefix_ids, continuation_ids, vocabulary=self._vocabulary, context=self._context)
-        answer = await self._ask("score", [*prefix_ids, *continuation_ids], start=len(prefix_ids))
+        answer = await self._ask("score", [*prefix_ids, *continuation_ids], session=session, start=len(prefix_ids))
         logprobs: list[float] = answer["logprobs"]
         return logprobs
 
@@ -142,8 +145,8 @@ class SGLangEngine(Engine):
         raised. Also raised while requests are waiting or running.
         """
         self._check_open()
-        if self._open_requests:
-            raise EngineError(f"version {version} was published while {self._open_requests} requests wait or run; "
+        if unanswered := self._requests.unanswered:
+            raise EngineError(f"version {version} was published while {unanswered} requests wait or run; "
                               "wait for them first")  # fmt: skip
         staged = StagedWeights(
             weights,
@@ -161,14 +164,19 @@ class SGLangEngine(Engine):
             self._weights.free()
         self._weights, self.version = staged, version
         self._restarts_left = self._section.restarts
-        self._gate = self._new_gate()
+        self._requests.forget_cache()
+
+    def open(self, session: str, *, tokens: int) -> None:
+        """See `Engine.open`."""
+        self._requests.open(session, tokens=tokens)
 
     def release(self, session: str) -> None:
-        """See `Engine.release`. Nothing to do: SGLang drops the prefix that was not used for longest by itself."""
+        """See `Engine.release`; what SGLang does then, says `sglang_requests`."""
+        self._requests.release(session)
 
-    def abort(self) -> None:
-        """End all running requests; each is answered with what it has sampled, and `finish` "abort"."""
-        self._process.call("abort", number=None, seconds=self._section.request_seconds)
+    def abort(self, session: str) -> None:
+        """See `Engine.abort`."""
+        self._requests.abort(session)
 
     def sleep(self) -> None:
         """Give the memory of weights and cache back to the device while training runs. On a CPU nothing is freed."""
@@ -181,7 +189,7 @@ class SGLangEngine(Engine):
         """Undo `sleep`. The weights are undefined until the next `publish`, and the cache is empty."""
         if torch.cuda.is_available():
             self._timed("resume_memory")
-            self._gate = self._new_gate()
+            self._requests.forget_cache()
 
     def close(self) -> None:
         """Stop the process; open requests raise `EngineError`, later ones too."""
@@ -201,57 +209,14 @@ class SGLangEngine(Engine):
         """Process id of the engine."""
         return self._process.pid
 
-    # ------------------------------------------------------------------------------------------------------ requests
     async def _ask(self, call: str, ids: Sequence[int], **fields: Any) -> dict[str, Any]:
-        """The answer to one request, asked again of a new process as long as the old one dies over it."""
         if self.version < 0:
             raise EngineError("nothing was published yet; the engine has no weights to sample from")
-        self._open_requests += 1
-        try:
-            while True:
-                process = self._process
-                try:
-                    answer = await self._ask_once(process, call, ids, fields)
-                    break
-                except EngineDied as error:
-                    if self._closed:
-                        raise EngineError("the engine was closed") from None
-                    await asyncio.to_thread(self._replace, process, str(error))
-        finally:
-            self._open_requests -= 1
+        answer = await self._requests.ask(call, ids, **fields)
         self.counters.requests += 1
         self.counters.prompt_tokens += answer["prompt_tokens"]
         self.counters.cached_tokens += answer["cached_tokens"]
         return answer
-
-    async def _ask_once(
-        self, process: EngineProcess, call: str, ids: Sequence[int], fields: dict[str, Any]
-    ) -> dict[str, Any]:
-        gate = self._gate
-        ticket = await gate.enter(ids)
-        sampled: list[int] = []
-        number = None
-        try:
-            if call == "generate":
-                fields = {**fields, "announce": ticket.leads}
-            number, future = process.send(call, prefilled=_when_prefilled(gate, ticket), ids=list(ids), **fields)
-            async with asyncio.timeout(self._section.request_seconds):
-                answer: dict[str, Any] = await asyncio.wrap_future(future)
-            sampled = answer.get("ids", [])
-            return answer
-        except TimeoutError:
-            raise EngineDied("SGLang did not answer a request within "
-                             f"{self._section.request_seconds:g} s (engine.request_seconds)") from None  # fmt: skip
-        except asyncio.CancelledError:
-            if number is not None and call == "generate":
-                process.send("abort", number=number)
-            raise
-        finally:
-            gate.leave(ticket, sampled=sampled)
-
-    def _new_gate(self) -> Gate:
-        """A gate for an engine whose cache is empty."""
-        return Gate(slots=self._section.max_batch, cache_tokens=self._section.cache_tokens)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -328,7 +293,8 @@ class SGLangEngine(Engine):
             except EngineError as error:
                 self._failure = error
                 raise
-            self._gate, self._process = self._new_gate(), process
+            self._requests.forget_cache()
+            self._process = process
             logger.warning("the engine is back after %.1f s (pid %d)", time.monotonic() - started, process.pid)
 
     def _timed(self, call: str) -> None:
@@ -346,17 +312,6 @@ def _route_shape(model: PretrainedConfig) -> tuple[str, int, int]:
             "mismatch.routes=ignore"
         )
     return np.dtype(route_dtype(model.num_experts)).name, model.num_hidden_layers, model.num_experts_per_tok
-
-
-def _when_prefilled(gate: Gate, ticket: Ticket) -> Callable[[], None]:
-    """Tells `gate` in the event loop, from the thread that reads answers."""
-    loop = asyncio.get_running_loop()
-
-    def tell() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(gate.prefilled, ticket)
-
-    return tell
 
 
 def _check_port(port: int) -> None:

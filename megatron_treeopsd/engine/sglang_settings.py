@@ -23,7 +23,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe")
 """`model_type` values that SGLang is tested with."""
 
 SPARE_TOKENS = 8
-"""SGLang keeps a few positions of the context for itself."""
+"""SGLang keeps a few positions of the context, and of the cache, for itself."""
 
 
 def server_settings(
@@ -47,8 +47,12 @@ def server_settings(
         "skip_server_warmup": True,
         "context_length": context + SPARE_TOKENS,
         "max_running_requests": section.max_batch,
-        "max_total_tokens": section.cache_tokens,
-        "schedule_policy": "fcfs",  # the gate has chosen already
+        "max_total_tokens": section.cache_tokens + SPARE_TOKENS,
+        "schedule_policy": "fcfs",  # the gate has chosen already, and says so in the priorities
+        "enable_priority_scheduling": True,
+        "disable_priority_preemption": True,
+        "default_priority_value": 0,
+        "enable_session_radix_cache": True,
         "stream_interval": 1 << 20,  # the first token, and all at the end
         "enable_deterministic_inference": section.deterministic,
         "random_seed": 0,

@@ -67,7 +67,15 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------------- sampling
     async def generate(
-        self, number: int, ids: list[int], sampling: dict[str, Any], announce: bool, routes: dict[str, Any] | None
+        self,
+        number: int,
+        ids: list[int],
+        sampling: dict[str, Any],
+        max_new_tokens: int,
+        session: str,
+        priority: int,
+        announce: bool,
+        routes: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """Sample behind `ids`; see `sglang.SGLangEngine` for the fields of the answer.
 
@@ -75,7 +83,14 @@ class Worker:
         """
         wanted = {} if routes is None else {"return_routed_experts": True, "routed_experts_start_len": routes["from"]}
         chunks = await self._engine.async_generate(
-            input_ids=ids, sampling_params=sampling, return_logprob=True, stream=True, rid=f"r{number}", **wanted
+            input_ids=ids,
+            sampling_params={**sampling, "max_new_tokens": max_new_tokens},
+            return_logprob=True,
+            stream=True,
+            rid=_request_id(number),
+            session_id=session,
+            priority=priority,
+            **wanted,
         )
         last: dict[str, Any] = {}
         async for chunk in chunks:
@@ -84,23 +99,28 @@ class Worker:
                 self._send({"id": number, "prefilled": True})
                 announce = False
         meta = last["meta_info"]
+        if not last["output_ids"]:  # aborted in SGLang's queue
+            return {"ids": [], "finish": "abort", "why": meta["finish_reason"].get("message")}
         return {
             "ids": last["output_ids"],
             "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
             "finish": meta["finish_reason"]["type"],
             "prompt_tokens": meta["prompt_tokens"],
             "cached_tokens": meta["cached_tokens"],
+            "retractions": meta["num_retractions"],
             "versions": sorted({span["version"] for span in meta["weight_versions"]}),
             "routes": None if routes is None else _smaller(meta.get("routed_experts"), routes["dtype"]),
         }
 
-    async def score(self, ids: list[int], start: int) -> dict[str, Any]:
+    async def score(self, ids: list[int], start: int, session: str | None = None, priority: int = 0) -> dict[str, Any]:
         """Log-probabilities of `ids[start:]`, at temperature 1."""
         answer = await self._engine.async_generate(
             input_ids=ids,
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
             return_logprob=True,
             logprob_start_len=start - 1,  # the first entry has no log-probability: it says what the others follow
+            session_id=session,
+            priority=priority,
         )
         meta = answer["meta_info"]
         return {
@@ -109,9 +129,15 @@ class Worker:
             "cached_tokens": meta["cached_tokens"],
         }
 
-    async def abort(self, number: int | None) -> None:
-        """Stop one request, or all of them; they are answered with what they have sampled."""
-        self._manager.abort_request(rid="" if number is None else f"r{number}", abort_all=number is None)
+    async def abort(self, number: int) -> None:
+        """Stop a request; it is answered with what it has sampled."""
+        self._manager.abort_request(rid=_request_id(number))
+
+    async def close_session(self, session: str) -> None:
+        """Let go of what the requests of a session have cached."""
+        from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+        await self._manager.close_session(CloseSessionReqInput(session_id=session), None)
 
     # ---------------------------------------------------------------------------------------------------- weights
     async def begin(self) -> None:
@@ -184,6 +210,11 @@ def _smaller(routes: str | None, dtype: str) -> str | None:
     if routes is None:
         return None
     return base64.b64encode(np.frombuffer(base64.b64decode(routes), np.int32).astype(dtype).tobytes()).decode()
+
+
+def _request_id(number: int) -> str:
+    """SGLang's name of a request. It ends with a stop: an abort hits every request whose name begins with its own."""
+    return f"{number}."
 
 
 def _check(what: str, success: bool, message: str) -> None:

@@ -86,11 +86,19 @@ class Growth:
 
 
 class SampledExpansion(Expansion):
-    """Base of the expansions that sample whole trajectories."""
+    """Base of the expansions that sample whole trajectories, `trajectories` of them at most in a tree."""
 
     def __init__(
-        self, *, engine: Engine, environment: Environment, sampling: Sampling, budgets: Budgets, merge: bool
+        self,
+        *,
+        engine: Engine,
+        environment: Environment,
+        sampling: Sampling,
+        budgets: Budgets,
+        merge: bool,
+        trajectories: int,
     ) -> None:
+        self.trajectories = trajectories
         self._engine = engine
         self._environment = environment
         self._sampling = sampling
@@ -108,6 +116,7 @@ class SampledExpansion(Expansion):
             seed=seed,
             session=session,
         )
+        self._engine.open(session, tokens=self.trajectories * self._budgets.max_context_tokens)
         try:
             await self._expand(growth)
         finally:

@@ -22,7 +22,14 @@ class ChainsExpansion(SampledExpansion):
         merge: bool,
         chains: int,
     ) -> None:
-        super().__init__(engine=engine, environment=environment, sampling=sampling, budgets=budgets, merge=merge)
+        super().__init__(
+            engine=engine,
+            environment=environment,
+            sampling=sampling,
+            budgets=budgets,
+            merge=merge,
+            trajectories=chains,
+        )
         self._chains = chains
 
     async def _expand(self, growth: Growth) -> None:

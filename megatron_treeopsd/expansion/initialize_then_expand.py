@@ -37,7 +37,14 @@ class InitializeThenExpand(SampledExpansion):
         forks: int,
         fork_fallback: Literal["root", "none"],
     ) -> None:
-        super().__init__(engine=engine, environment=environment, sampling=sampling, budgets=budgets, merge=merge)
+        super().__init__(
+            engine=engine,
+            environment=environment,
+            sampling=sampling,
+            budgets=budgets,
+            merge=merge,
+            trajectories=trunks * (1 + forks),
+        )
         self._trunks = trunks
         self._forks = forks
         self._fork_fallback = fork_fallback
