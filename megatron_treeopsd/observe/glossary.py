@@ -54,6 +54,14 @@ _TERMS = {
     "mismatch/logprob_abs_max": Term("engine against trainer, worst", "largest absolute difference, nats a token"),
     "mismatch/trend": Term("engine against trainer, trend", "mean difference over that of the first steps"),
     "mismatch/truncated_turns": Term("truncated turns", "turns whose importance weight was cut to the cap", COUNT),
+    "mismatch/truncated_tokens": Term("truncated tokens", "tokens whose importance weight was cut to the cap", COUNT),
+    "mismatch/routes_differ_share": Term(
+        "routes that differ",
+        "pairs of token and layer where the trainer's router chooses other experts than the engine's",
+    ),
+    "mismatch/routes_replayed_share": Term(
+        "routes of the engine", "pairs of token and layer that the trainer computes with the engine's experts"
+    ),
     "mismatch/dropped_turns": Term("mismatched turns", "turns dropped because engine and trainer disagree", COUNT),
     "mismatch/turn_ratio_error_max": Term("engine against trainer, turns", "largest error of a turn's ratio"),
 }

@@ -135,6 +135,25 @@ def test_two_processes_do_what_one_does(layout: str, factbook: Path, tmp_path: P
         assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+def test_tokens_go_to_the_engines_experts(factbook: Path, tmp_path: Path) -> None:
+    """Compared, hardly a route differs in float32; replayed, none does, and a first optimizer step is as it was."""
+    rows = {}
+    for routes in ("ignore", "compare", "replay"):
+        run = tmp_path / routes
+        once = ("update.epochs=1", "update.mini_batches=1")  # later ones replay routes of a policy that has changed
+        trained(run, factbook, "steps=2", "layout.ep=2", f"mismatch.routes={routes}", *once, processes=2)
+        rows[routes] = without_clocks(metrics(run))
+    for plain, compared, replayed in zip(rows["ignore"], rows["compare"], rows["replay"], strict=True):
+        differ = compared.pop("mismatch/routes_differ_share")
+        assert 0 <= differ < 1e-3
+        assert compared.pop("mismatch/routes_replayed_share") == 1 - differ
+        assert compared == plain
+        assert replayed.pop("mismatch/routes_differ_share") < 1e-3
+        assert replayed.pop("mismatch/routes_replayed_share") == 1
+        assert replayed.keys() == plain.keys()
+        assert replayed["train/loss"] == pytest.approx(plain["train/loss"], rel=1e-3, abs=1e-5)
+
+
 def test_the_long_variant_runs(tmp_path: Path) -> None:
     """Up to 12 turns, 3 to 6 hops, one passage a search; its data are made by the command that a user types."""
     data = tmp_path / "data"
