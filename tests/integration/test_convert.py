@@ -1,19 +1,28 @@
-"""The conversion commands on the shipped policy: bit-equal there and back, and refusals that leave nothing behind."""
+"""The conversion commands on the shipped policy: bit-equal there and back, and runs that start from either form."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from runs import POLICY, treeopsd
+from runs import POLICY, metrics, trained, treeopsd, without_clocks
 from safetensors.torch import load_file
 
 
-def test_there_and_back_is_bit_equal(tmp_path: Path) -> None:
-    made = treeopsd("convert", "to-megatron", str(POLICY), str(tmp_path / "m"), "--tp", "2", "--ep", "2", "--verify")
-    assert made.returncode == 0, made.stderr[-3000:]
-    assert "verified: 101 tensors are equal bit for bit" in made.stdout + made.stderr
-    back = treeopsd("convert", "to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), "--verify")
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped policy in Megatron's format, for tensor parallel 2 and expert parallel 2."""
+    folder = tmp_path_factory.mktemp("converted") / "megatron"
+    done = treeopsd("convert", "to-megatron", str(POLICY), str(folder), "--tp", "2", "--ep", "2", "--verify")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "verified: 101 tensors are equal bit for bit" in done.stdout
+    assert "logits: equal to" in done.stdout
+    return folder
+
+
+def test_there_and_back_is_bit_equal(megatron: Path, tmp_path: Path) -> None:
+    back = treeopsd("convert", "to-hf", str(megatron), str(tmp_path / "hf"), "--verify")
     assert back.returncode == 0, back.stderr[-3000:]
     ours, theirs = load_file(tmp_path / "hf" / "model.safetensors"), load_file(POLICY / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -23,17 +32,18 @@ def test_there_and_back_is_bit_equal(tmp_path: Path) -> None:
         assert (tmp_path / "hf" / file).read_bytes() == (POLICY / file).read_bytes()
 
 
+def test_a_run_from_megatrons_format_is_the_run_from_hugging_faces(
+    megatron: Path, factbook: Path, tmp_path: Path
+) -> None:
+    """Weights, tokenizer and template are found there; the embedded engine gets what the trainer publishes."""
+    for name, folder in (("hf", POLICY), ("megatron", megatron)):
+        trained(tmp_path / name, factbook, "steps=1", f"model.checkpoint={folder}", "evaluation.questions=4")
+    one, two = (without_clocks(metrics(tmp_path / name)) for name in ("hf", "megatron"))
+    assert one == two
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     done = treeopsd("convert", "to-megatron", str(POLICY), str(tmp_path / "m"), "--ep", "4", "--dry-run")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "101" in done.stdout
     assert not (tmp_path / "m").exists()
-
-
-def test_a_destination_that_holds_something_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "notes.txt").write_text("mine")
-    done = treeopsd("convert", "to-megatron", str(POLICY), str(tmp_path / "m"))
-    assert done.returncode == 2
-    assert "--overwrite" in done.stderr
-    assert [file.name for file in (tmp_path / "m").iterdir()] == ["notes.txt"]
