@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from engine_fixtures import ScriptedEnvironment, random_policy, reference_routes
 from trees import random_tree
 
+from megatron_treeopsd import config, expansion
+from megatron_treeopsd.engine.base import Completion, Sampling
+from megatron_treeopsd.engine.embedded import EmbeddedEngine
 from megatron_treeopsd.routes import UNROUTED, add_routes, check_routed, known_length, route_dtype, token_routes
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
 
@@ -102,3 +111,44 @@ def test_a_tree_without_routes_has_none_and_an_aborted_turn_is_unrouted() -> Non
     assert token_routes(tree, None) is token_routes(tree, tree.turns[0]) is None
     tree.prompt_routes = routes(0, len(tree.prompt_ids))
     assert numbers(token_routes(tree, tree.turns[0])) == [UNROUTED] * len(tree.turns[0])
+
+
+class CountingEngine(EmbeddedEngine):
+    """Counts the tokens whose routes it has returned."""
+
+    returned = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, seed: int, sampling: Sampling, session: str, routes_from: int = 0
+    ) -> Completion:
+        completion = await super().generate(
+            prompt_ids, seed=seed, sampling=sampling, session=session, routes_from=routes_from
+        )
+        assert completion.routes is not None
+        self.returned += len(completion.routes)
+        return completion
+
+
+def test_a_grown_tree_has_the_routers_routes_and_was_sent_hardly_more() -> None:
+    """Trunks that start together each get the prompt's routes; nothing else is sent twice."""
+    model = random_policy()
+    engine = CountingEngine(random_policy(), max_batch=16, cache_tokens=4096, routes=True)
+    engine.version = 0
+    world = ScriptedEnvironment()
+    sampled = expansion.build(
+        config.InitializeThenExpand(name="initialize_then_expand", trunks=3, forks=2, merge_siblings=False),
+        engine=engine,
+        environment=world,
+        sampling=Sampling(6, world.stop_ids, routes=True),
+        task=config.Task(name="t", data=Path("unused"), max_turns=4, max_context_tokens=200),
+    )
+    tree = asyncio.run(sampled.grow(Question("q", "40 41 42 43", ()), seed=3, session="s"))
+    check_routed(tree)
+    for leaf in tree.terminals():
+        found = np.concatenate([token_routes(tree, None), *(tree.turns[v].routes for v in tree.path(leaf))])  # type: ignore[list-item]
+        expected = reference_routes(model, tree.path_ids(leaf)[:-1])
+        assert torch.equal(torch.from_numpy(found[:-1].astype(int)).sort(-1).values, expected)
+        assert (found[-1] == UNROUTED).all()
+    routed = tree.token_count - len(tree.terminals())
+    assert len(tree.turns) > 9
+    assert routed <= engine.returned <= routed + 8 * len(tree.prompt_ids)  # forks of one-turn trunks start at the root
