@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_treeopsd.config import GROUPS, RECIPES, Recipe, RecipeError, load_recipe
+from megatron_treeopsd.config import Recipe, RecipeError
 from megatron_treeopsd.convert.cli import add_parser as add_convert
+from megatron_treeopsd.recipes import GROUPS, RECIPES, load_recipe
 
 DESCRIPTION = """\
 Train search agents by reinforcement learning on tree rollouts.

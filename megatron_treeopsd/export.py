@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_treeopsd import weights
 from megatron_treeopsd.backend import checkpoint, parallel
 from megatron_treeopsd.backend.policy import Policy
-from megatron_treeopsd.config import RecipeError, read_recipe
+from megatron_treeopsd.config import RecipeError
+from megatron_treeopsd.recipes import read_recipe
 
 
 def export(run: Path, destination: Path) -> None:

@@ -16,7 +16,7 @@ from megatron_treeopsd import credit, engine, environment, mismatch, objective, 
 from megatron_treeopsd.backend import checkpoint, failure, parallel
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.collect import Collector, Share
-from megatron_treeopsd.config import Recipe, RecipeError, read_recipe
+from megatron_treeopsd.config import Recipe, RecipeError
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.learn import Learner
 from megatron_treeopsd.observe.journal import Journal
@@ -24,6 +24,7 @@ from megatron_treeopsd.observe.spans import Spans
 from megatron_treeopsd.observe.turn_notes import TurnNotes
 from megatron_treeopsd.published import check_probes, sample_probe
 from megatron_treeopsd.questions import QuestionSource, stable_seed
+from megatron_treeopsd.recipes import read_recipe
 from megatron_treeopsd.tokenizer import load_tokenizer
 from megatron_treeopsd.tree import Question, RolloutTree
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_treeopsd.config import read_recipe
 from megatron_treeopsd.observe.curves import learning_curve_svg
 from megatron_treeopsd.observe.files import write_atomically
 from megatron_treeopsd.observe.run_folder import RunPaths
 from megatron_treeopsd.observe.tree_svg import tree_svg
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.recipes import read_recipe
 from megatron_treeopsd.tokenizer import load_tokenizer
 from megatron_treeopsd.tree import load_trees
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_treeopsd.config import Recipe, save_recipe
+from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.observe.console import Console
 from megatron_treeopsd.observe.metrics import MetricsWriter
 from megatron_treeopsd.observe.report import write_report
@@ -16,6 +16,7 @@ from megatron_treeopsd.observe.run_folder import RunFolder
 from megatron_treeopsd.observe.spans import Spans
 from megatron_treeopsd.observe.summary import write_summary
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.recipes import save_recipe
 from megatron_treeopsd.tree import RolloutTree, save_trees
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from runs import ROOT, metrics, trained, treeopsd, without_clocks, words
 
-from megatron_treeopsd.config import load_recipe, read_recipe
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.recipes import load_recipe, read_recipe
 from megatron_treeopsd.tree import load_trees
 
 METHODS = sorted(path.stem for path in (ROOT / "launch" / "recipes" / "method").glob("*.yaml"))

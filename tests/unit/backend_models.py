@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_treeopsd.batch.packed import PackedTrees
-from megatron_treeopsd.config import Recipe, build_recipe
+from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.objective.base import Objective, Report, TurnTable
+from megatron_treeopsd.recipes import build_recipe
 
 VOCAB = 256
 

@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from megatron_treeopsd import config, environment
+from megatron_treeopsd import config, environment, recipes
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.environment.factbook.prepare import Summary, prepare
 from megatron_treeopsd.environment.search import SearchEnvironment
@@ -16,7 +16,7 @@ from megatron_treeopsd.tree import Question
 
 
 def recipe(name: str, *words: str) -> config.Recipe:
-    return config.load_recipe([f"task={name}", "method=sft", "steps=1", *words])
+    return recipes.load_recipe([f"task={name}", "method=sft", "steps=1", *words])
 
 
 @cache

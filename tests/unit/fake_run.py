@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megatron_treeopsd.config import Recipe, load_recipe, save_recipe
+from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.observe.metrics import MetricsWriter
 from megatron_treeopsd.observe.run_folder import RunFolder, RunPaths
 from megatron_treeopsd.observe.summary import write_summary
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.recipes import load_recipe, save_recipe
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn, save_trees
 
 PARTNERS = {"mali": "china", "togo": "ghana", "chad": "germany", "peru": "brazil", "oman": "japan", "cuba": "spain"}

@@ -199,7 +199,7 @@ METHODS = {path.stem for path in (REPOSITORY / "launch" / "recipes" / "method").
 }  # fmt: skip
 ALLOWED_NAMES = {
     ("cli.py", "treeopsd"): "the name of the program",
-    ("config.py", "treeopsd"): "which recipe is the default",
+    ("recipes.py", "treeopsd"): "which recipe is the default",
 }
 
 

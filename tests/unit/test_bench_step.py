@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_treeopsd.config import Chains, load_recipe
+from megatron_treeopsd.config import Chains
+from megatron_treeopsd.recipes import load_recipe
 
 pytestmark = pytest.mark.fast
 

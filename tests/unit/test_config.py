@@ -8,20 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_treeopsd.config import (
-    GROUPS,
-    RECIPES,
-    BernoulliKL,
-    Chains,
-    Clipped,
-    InitializeThenExpand,
-    Recipe,
-    RecipeError,
-    build_recipe,
-    load_recipe,
-    read_recipe,
-    save_recipe,
-)
+from megatron_treeopsd.config import BernoulliKL, Chains, Clipped, InitializeThenExpand, Recipe, RecipeError
+from megatron_treeopsd.recipes import GROUPS, RECIPES, build_recipe, load_recipe, read_recipe, save_recipe
 
 pytestmark = pytest.mark.fast
 
@@ -120,7 +108,7 @@ def test_the_same_strategy_on_the_command_line_keeps_its_keys() -> None:
 
 
 def test_yaml_1_1_reads_exponents_without_a_point_as_text_but_recipes_do_not() -> None:
-    assert yaml.safe_load("3e-4") == "3e-4", "the trap is gone: the special case in config.py can go too"
+    assert yaml.safe_load("3e-4") == "3e-4", "the trap is gone: the special case in recipes.py can go too"
     assert recipe("optimizer.lr=3e-4").optimizer.lr == 3e-4
     objective = recipe("method=treeopsd", "objective.kappa=2e0").objective
     assert isinstance(objective, BernoulliKL)

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from megatron_treeopsd import config
+from megatron_treeopsd import recipes
 from megatron_treeopsd.environment.factbook.questions import Hop
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn, save_trees
 
@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Path:
     TOKENIZER.save(str(checkpoint / "tokenizer.json"))
     root = tmp_path / "run"
     root.mkdir()
-    config.save_recipe(config.load_recipe([f"model.checkpoint={checkpoint}", "steps=1"]), root / "recipe.yaml")
+    recipes.save_recipe(recipes.load_recipe([f"model.checkpoint={checkpoint}", "steps=1"]), root / "recipe.yaml")
     save_trees(root / "trees" / "step_000001.safetensors", [two_hop_tree(), two_hop_tree((1.0, 1.0, 1.0))])
     save_trees(root / "trees" / "step_000002.safetensors", [two_hop_tree((1.0, 1.0, 0.0)), two_hop_tree()])
     return root

@@ -10,10 +10,11 @@ from trees import random_tree
 
 from megatron_treeopsd import config
 from megatron_treeopsd.cli import main
-from megatron_treeopsd.config import RecipeError, load_recipe
+from megatron_treeopsd.config import RecipeError
 from megatron_treeopsd.errors import is_user_error
 from megatron_treeopsd.mismatch import Alarm, corrections, measure
 from megatron_treeopsd.plan import describe, missing
+from megatron_treeopsd.recipes import load_recipe
 from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
 

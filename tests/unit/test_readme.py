@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_treeopsd import cli
-from megatron_treeopsd.config import RecipeError, load_recipe
+from megatron_treeopsd.config import RecipeError
+from megatron_treeopsd.recipes import load_recipe
 
 pytestmark = pytest.mark.fast
 

@@ -27,11 +27,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from megatron_treeopsd.config import RecipeError, read_recipe
+from megatron_treeopsd.config import RecipeError
 from megatron_treeopsd.credit import Credit, Outcome, TreeBackup
 from megatron_treeopsd.environment.factbook.questions import chain_of
 from megatron_treeopsd.environment.search import parse_action
 from megatron_treeopsd.observe.run_folder import RunFolderError, RunPaths
+from megatron_treeopsd.recipes import read_recipe
 from megatron_treeopsd.tree import RolloutTree, TreeError, load_trees
 
 RULES: Mapping[str, Credit] = {

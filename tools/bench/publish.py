@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from megatron_treeopsd.config import RecipeError, load_recipe
+from megatron_treeopsd.config import RecipeError
 from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
+from megatron_treeopsd.recipes import load_recipe
 
 TENSOR_VALUES = 64
 REPEATS = 5

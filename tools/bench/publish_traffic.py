@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_treeopsd.backend import parallel
 from megatron_treeopsd.backend.policy import Policy
-from megatron_treeopsd.config import load_recipe
+from megatron_treeopsd.recipes import load_recipe
 
 
 def main() -> None:

@@ -29,11 +29,12 @@ from typing import Any
 from megatron_treeopsd import engine as engines
 from megatron_treeopsd import environment, reward
 from megatron_treeopsd.collect import Collector, Share
-from megatron_treeopsd.config import Recipe, RecipeError, load_recipe
+from megatron_treeopsd.config import Recipe, RecipeError
 from megatron_treeopsd.engine.base import Engine, EngineError
 from megatron_treeopsd.engine.prefix_cache import PrefixCache
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.questions import QuestionSource
+from megatron_treeopsd.recipes import load_recipe
 from megatron_treeopsd.tokenizer import load_tokenizer
 from megatron_treeopsd.tree import RolloutTree
 

@@ -31,10 +31,11 @@ from types import TracebackType
 from typing import Any
 
 from megatron_treeopsd import environment
-from megatron_treeopsd.config import Chains, Recipe, RecipeError, load_recipe
+from megatron_treeopsd.config import Chains, Recipe, RecipeError
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.observe.history import read_metrics
 from megatron_treeopsd.questions import QuestionSource
+from megatron_treeopsd.recipes import load_recipe
 from megatron_treeopsd.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve().parent

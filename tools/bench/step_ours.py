@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron_treeopsd import train as loop
-from megatron_treeopsd.config import load_recipe
+from megatron_treeopsd.recipes import load_recipe
 from megatron_treeopsd.session import Session
 
 RESULTS = sys.stdout

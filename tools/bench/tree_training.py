@@ -48,8 +48,9 @@ from megatron_treeopsd.backend.policy import Policy, UpdateResult
 from megatron_treeopsd.batch.pack import TrainedTree, pack
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.pieces import cut
-from megatron_treeopsd.config import Layout, Recipe, build_recipe
+from megatron_treeopsd.config import Layout, Recipe
 from megatron_treeopsd.objective import Clipped
+from megatron_treeopsd.recipes import build_recipe
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, Turn
 
 TRUNKS, FORKS, PROMPT = 4, 2, 0.1
