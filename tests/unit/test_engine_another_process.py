@@ -162,12 +162,32 @@ def test_aborted_requests_return_what_they_have(engine: SGLangEngine) -> None:
         sampling = Sampling(200, frozenset(), 1.0)
         task = asyncio.create_task(engine.generate([5, 6, 7], seed=1, sampling=sampling, session="x"))
         await asyncio.sleep(0.5)
-        await asyncio.to_thread(engine.abort)
+        engine.abort("x")
         return await task
 
     completion = asyncio.run(run())
+    engine.release("x")
     assert completion.finish == "abort"
-    assert 0 < len(completion.ids) == len(completion.logprobs) < 200
+    assert 1 < len(completion.ids) == len(completion.logprobs) < 200
+
+
+def test_who_goes_away_ends_no_request_of_others(engine: SGLangEngine) -> None:
+    """SGLang aborts every request whose name begins with the one that it is given."""
+    engine._process._next = 1
+
+    async def run() -> list[Completion]:
+        sampling = Sampling(60, frozenset(), 1.0)
+        first, *others = (
+            asyncio.create_task(engine.generate([5, 6, 7 + i], seed=i, sampling=sampling, session="x"))
+            for i in range(12)
+        )
+        await asyncio.sleep(0.3)
+        first.cancel()
+        return list(await asyncio.gather(*others))
+
+    completions = asyncio.run(run())
+    engine.release("x")
+    assert [(completion.finish, len(completion.ids)) for completion in completions] == [("length", 60)] * 11
 
 
 def test_a_killed_engine_comes_back_and_samples_the_same(

@@ -78,9 +78,11 @@ def prompts(count: int, *, seed: int = 0, shared: int = 4) -> list[list[int]]:
     return [head + [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 15))] for _ in range(count)]
 
 
-def generate(engine: Engine, prompt: list[int], *, seed: int, tokens: int = 8, **sampling: Any) -> Any:
+def generate(
+    engine: Engine, prompt: list[int], *, seed: int, tokens: int = 8, session: str = "tree", **sampling: Any
+) -> Any:
     options = {"stop_ids": STOPS, **sampling}
-    return engine.generate(prompt, seed=seed, sampling=Sampling(tokens, **options), session="tree")
+    return engine.generate(prompt, seed=seed, sampling=Sampling(tokens, **options), session=session)
 
 
 def worst_error(served: Served, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
@@ -368,6 +370,35 @@ def test_sessions_end_at_any_time(served: Served) -> None:
     served.engine.release("tree")
     served.engine.release("tree")
     assert together(generate(served.engine, prompt, seed=0))[0].ids == first.ids
+
+
+def test_an_aborted_tree_returns_what_it_has(served: Served) -> None:
+    engine, inputs = served.engine, prompts(4)
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        def ask(number: int, session: str, tokens: int) -> asyncio.Task[Completion]:
+            call = generate(engine, inputs[number], seed=number, tokens=tokens, session=session, stop_ids=frozenset())
+            return asyncio.create_task(call)
+
+        cut = [ask(0, "cut", 200), ask(1, "cut", 200)]
+        whole = ask(2, "whole", 60)
+        await asyncio.sleep(0.05)
+        engine.abort("cut")
+        late = ask(3, "cut", 60)
+        results = list(await asyncio.gather(*cut, late, whole))
+        engine.release("cut")
+        engine.release("whole")
+        return results, await asyncio.gather(*(ask(number, "again", 60) for number in (0, 1, 3, 2)))
+
+    (*cut, late, whole), again = asyncio.run(run())
+    for completion in (*cut, late):
+        assert completion.finish == "abort"
+        assert 1 <= len(completion.ids) == len(completion.logprobs) < 200
+    assert len(late.ids) == 1
+    assert (whole.finish, len(whole.ids)) == ("length", 60)
+    for completion, full in zip((*cut, late, whole), again, strict=True):
+        length = min(len(completion.ids), 60)
+        assert completion.ids[:length] == full.ids[:length]
 
 
 def test_a_closed_engine_says_so(served: Served, shared_engines: dict[tuple[str, str], Engine]) -> None:
