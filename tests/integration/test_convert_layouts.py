@@ -1,4 +1,4 @@
-"""What was converted for one layout loads at every other, by our loader and by Megatron's, with transformers' logits."""
+"""What was converted for one layout loads at all others, by our loader and by Megatron's, with transformers' logits."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def test_logits_at_every_layout_from_every_layout(tmp_path: Path) -> None:
                 overwrite=False, verify=False, progress=False,
             )  # fmt: skip
     printed = run(Path(__file__).with_name("convert_worker.py"), 2, tmp_path / "models")
-    assert float(printed.split()[-1]) <= 1e-4
+    assert float(printed.split()[-1]) <= 1e-5
