@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_treeopsd import credit, engine, environment, mismatch, objective, reward
+from megatron_treeopsd import credit, environment, mismatch, objective, reward
 from megatron_treeopsd.backend import checkpoint, failure, parallel
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.collect import Collector, Share
 from megatron_treeopsd.config import Recipe, RecipeError
+from megatron_treeopsd.engine.build import build_engine
+from megatron_treeopsd.engine.nap import NapCounters
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.learn import Learner
 from megatron_treeopsd.observe.journal import Journal
 from megatron_treeopsd.observe.spans import Spans
 from megatron_treeopsd.observe.turn_notes import TurnNotes
+from megatron_treeopsd.observe.wording import duration
 from megatron_treeopsd.published import check_probes, sample_probe
 from megatron_treeopsd.questions import QuestionSource, stable_seed
 from megatron_treeopsd.recipes import read_recipe
@@ -42,6 +45,7 @@ class Session:
         self._first_step = 0
         self._interrupted = False
         self._publishes = 0
+        self._asleep = self._told_what_sleep_frees = False
         self._alarm = mismatch.Alarm(recipe.mismatch)
         self._evaluations: list[dict[str, Any]] = []
         self._tokens: dict[str, int] = {"generated": 0, "cached": 0, "computed_prompt": 0}
@@ -75,7 +79,7 @@ class Session:
         self.credit = credit.build(recipe.credit)
         self._objective = objective.build(recipe.objective)
         self.policy = Policy(recipe, self.parallel, total_steps=recipe.optimizer_steps)
-        self._engine = engine.build(
+        self._engine = build_engine(
             recipe.engine,
             checkpoint=recipe.model.checkpoint,
             dtype=recipe.model.dtype,
@@ -150,6 +154,11 @@ class Session:
         weights = expansion.question_weights(min(progress, 1.0)) or recipe.task.hop_weights
         return self._train_questions.draw(step, recipe.update.questions_per_step, weights)
 
+    def sleep(self) -> None:
+        """The engines give memory back to training; the next publish wakes them."""
+        self._asleep = True
+        self._engine.sleep()
+
     def publish(self, *, version: int) -> None:
         """Hand the weights to the engine, if anything will be sampled from them before the next update."""
         self._version = version
@@ -158,6 +167,7 @@ class Session:
 
     def _publish(self) -> None:
         self._engine.publish(self.policy.named_tensors(), version=self._version)
+        self._asleep = False
         self._publishes += 1
         every = self.recipe.engine.verify_every
         if every and self._publishes % every == 0 and self._objective.uses_behaviour:
@@ -181,10 +191,12 @@ class Session:
         if done or not self._test_questions or (when == "after" and self._interrupted):
             return
         with self.spans.paused("evaluation"), self.journal.busy(f"evaluating {len(self._test_questions)} questions"):
-            if self._engine.version != self._version:
+            if self._engine.version != self._version or self._asleep:
                 self._publish()
             scores = self.collector.evaluate(self._test_questions, repeats=self.recipe.evaluation.sampled_repeats)
             self._engine.counters.reset()
+            if not self.collector.training.needs_engine:
+                self.sleep()
         entry = {"when": when, "step": self._version, "training_seconds": self.spans.training_seconds, **scores}
         self._evaluations.append(entry)
         self.journal.evaluation(entry)
@@ -201,6 +213,7 @@ class Session:
             **{f"rollout/{name}_tokens": float(count) for name, count in tokens.items()},
             "rollout/tokens_per_second": tokens["generated"] / max(seconds.get("rollout", 0.0), 1e-9),
             **learned,
+            **self._count_naps(),
             **{f"span/{name}": value for name, value in seconds.items()},
         }
         if self._objective.uses_behaviour:
@@ -232,6 +245,20 @@ class Session:
         self._tokens = {name: self._tokens[name] + total[name] for name in total}
         return total
 
+    def _count_naps(self) -> dict[str, float]:
+        """What sleeping cost and freed since the last step: the longest of the engines, and the sum of their bytes."""
+        naps = parallel.all_gather_objects(self._engine.naps)
+        self._engine.naps = NapCounters()
+        found = {
+            "engine/sleep_seconds": max(nap.sleep_seconds for nap in naps),
+            "engine/wake_seconds": max(nap.wake_seconds for nap in naps),
+            "engine/freed_bytes": float(sum(nap.freed_bytes for nap in naps)),
+        }
+        if not self._told_what_sleep_frees and found["engine/sleep_seconds"]:
+            self.journal.note(what_sleep_frees(found))
+            self._told_what_sleep_frees = True
+        return found
+
     def _save(self) -> None:
         with self.spans("checkpoint"):
             checkpoint.save(
@@ -259,6 +286,14 @@ class Session:
             tokens=self._tokens,
             interrupted=self._interrupted,
         )
+
+
+def what_sleep_frees(found: Mapping[str, float]) -> str:
+    """One line about the first sleep of a run."""
+    if not found["engine/freed_bytes"]:
+        return "engine: sleeping frees no memory here (a CPU), so that sleep and wake are no-ops"
+    seconds = duration(found["engine/sleep_seconds"] + found["engine/wake_seconds"])
+    return f"engine: sleeping gives back {found['engine/freed_bytes'] / 2**20:.0f} MiB; it takes {seconds} with waking"
 
 
 def evaluation_sample(questions: Sequence[Question], count: int) -> list[Question]:

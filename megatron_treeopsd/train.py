@@ -1,6 +1,6 @@
 """The training loop: one line a phase.
 
-    question -> rollout -> credit -> behaviour log-probs -> update -> publish -> record
+    question -> rollout -> sleep -> credit -> behaviour log-probs -> update -> publish -> record
 
 Every strategy in it (how trees grow, what a turn is credited with, what is minimised) comes from the recipe; the loop
 knows none of them by name.
@@ -25,6 +25,8 @@ def train(recipe: Recipe) -> Path | None:
             questions = run.draw(step)
             with run.spans("rollout"):
                 trees = run.collector.collect(questions, step=step)
+            with run.spans("sleep"):
+                run.sleep()
             with run.spans("credit"):
                 credits = [run.credit(tree) for tree in trees]
             with run.spans("behaviour"):

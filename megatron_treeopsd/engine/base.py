@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_treeopsd.engine.nap import NapCounters
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -78,6 +80,7 @@ class Engine(ABC):
 
     version: int = -1
     counters: EngineCounters = field(default_factory=EngineCounters)
+    naps: NapCounters = field(default_factory=NapCounters)
 
     @abstractmethod
     async def generate(
@@ -95,7 +98,7 @@ class Engine(ABC):
 
     @abstractmethod
     def publish(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Take new weights under Hugging Face names, all or nothing, and forget every cached prefix.
+        """Take new weights under Hugging Face names, all or nothing, and forget every cached prefix. Wakes the engine.
 
         Raises `EngineError` naming the tensors if a name is unknown, missing, or of the wrong shape; the old weights
         then stay in use.
@@ -120,10 +123,10 @@ class Engine(ABC):
         """
 
     def sleep(self) -> None:
-        """Free device memory while training runs. Nothing to free on a CPU."""
+        """Give memory back while training runs; the next `publish` wakes the engine. Nothing can be sampled between.
 
-    def wake(self) -> None:
-        """Undo `sleep`."""
+        Counted in `naps`. No request may be waiting or running.
+        """
 
     def close(self) -> None:
         """Stop and free everything."""

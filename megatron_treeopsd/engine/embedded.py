@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
 from megatron_treeopsd.engine.kv import ATTENTION, KeyValueMemory, Layout
+from megatron_treeopsd.engine.nap import SLEEPS, resident_bytes
 from megatron_treeopsd.engine.policy import check_family, load_policy, replace_weights
 from megatron_treeopsd.engine.prefix_cache import Node, PrefixCache
 from megatron_treeopsd.engine.route_memory import RouteMemory
@@ -78,6 +79,7 @@ class EmbeddedEngine(Engine):
         self._scheduler: asyncio.Task[None] | None = None
         self._cancelled = False
         self._closed = False
+        self._asleep = False
 
     @staticmethod
     def from_checkpoint(
@@ -117,6 +119,7 @@ class EmbeddedEngine(Engine):
                               f"{len(self._rows)} run; wait for them first")  # fmt: skip
         replace_weights(self._model, weights)
         self.version = version
+        self._asleep = False
         self._forget()
 
     def release(self, session: str) -> None:
@@ -124,6 +127,17 @@ class EmbeddedEngine(Engine):
         self._aborted.discard(session)
         for node in self._sessions.pop(session, ()):
             self.cache.unpin(node)
+
+    def sleep(self) -> None:
+        """See `Engine.sleep`: the keys and values go, the weights stay."""
+        self._check_open()
+        if self._waiting or self._rows:
+            raise EngineError(f"the engine cannot sleep while {len(self._waiting)} requests wait and "
+                              f"{len(self._rows)} run")  # fmt: skip
+        with self.naps.sleeping(resident_bytes):
+            self._forget()
+            self._memory.clear()
+        self._asleep = True
 
     def abort(self, session: str) -> None:
         """See `Engine.abort`. Running requests sample one more token."""
@@ -140,6 +154,8 @@ class EmbeddedEngine(Engine):
     # --------------------------------------------------------------------------------------------------------- queue
     async def _submit(self, request: Request) -> Any:
         self._check_open()
+        if self._asleep:
+            raise EngineError(SLEEPS)
         self._sessions.setdefault(request.session, set())
         loop = asyncio.get_running_loop()
         if self._scheduler is not None and not self._scheduler.done() and self._scheduler.get_loop() is not loop:

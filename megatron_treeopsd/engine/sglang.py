@@ -28,12 +28,20 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_treeopsd import config
+from megatron_treeopsd.engine import transport
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
 from megatron_treeopsd.engine.handover import hand_over
+from megatron_treeopsd.engine.nap import SLEEPS
 from megatron_treeopsd.engine.sglang_process import EngineDied, EngineProcess
 from megatron_treeopsd.engine.sglang_requests import Requests
-from megatron_treeopsd.engine.sglang_settings import engine_gpu, server_settings, serving_folder, variables
+from megatron_treeopsd.engine.sglang_settings import (
+    engine_gpu,
+    server_settings,
+    serving_folder,
+    tensor_parallel,
+    variables,
+)
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
 from megatron_treeopsd.routes import route_dtype
 from megatron_treeopsd.tree import Finish
@@ -69,6 +77,7 @@ class SGLangEngine(Engine):
         self._shapes = checkpoint_shapes(checkpoint)
         self._folder = Path(tempfile.mkdtemp(prefix="treeopsd-sglang-"))
         self._closed = False
+        self._asleep: tuple[str, ...] = ()
         try:
             model = serving_folder(checkpoint, self._folder / "model")
             self._route_shape = _route_shape(model) if routes else None
@@ -76,6 +85,13 @@ class SGLangEngine(Engine):
             self._vocabulary: int = model.vocab_size
             self._context: int = model.max_position_embeddings
             self._weights: StagedWeights | None = None
+            self._transport = transport.build(
+                transport.resolve(section.transport, cuda=self._gpu is not None, same_gpus=section.first_gpu is None),
+                device=torch.device("cpu" if self._gpu is None else "cuda"),
+                ranks=tensor_parallel(section, self._gpu),
+                folder=self._folder,
+                seconds=section.request_seconds,
+            )
             self._requests = Requests(section, current=lambda: self._process, replace=self._replace)
             self._restarts_left = section.restarts
             self._failure: EngineError | None = None
@@ -179,23 +195,24 @@ class SGLangEngine(Engine):
         self._requests.abort(session)
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back to the device while training runs. On a CPU nothing is freed."""
-        if torch.cuda.is_available():
-            self._timed("release_memory")
-        else:
-            logger.info("sleep: the engine runs on the CPU and keeps its memory")
-
-    def wake(self) -> None:
-        """Undo `sleep`. The weights are undefined until the next `publish`, and the cache is empty."""
-        if torch.cuda.is_available():
-            self._timed("resume_memory")
-            self._requests.forget_cache()
+        """See `Engine.sleep`: SGLang gives back what `engine.sleep_tags` names; all of it loses its contents."""
+        self._check_open()
+        tags = () if self._section.first_gpu is not None else self._section.sleep_tags
+        if not tags or self._asleep:
+            return
+        if unanswered := self._requests.unanswered:
+            raise EngineError(f"the engine cannot sleep while {unanswered} requests wait or run")
+        with self.naps.sleeping(_device_bytes):
+            self._process.call("release_memory", tags=list(tags), seconds=self._section.request_seconds)
+        self._asleep = tags
+        self._requests.forget_cache()
 
     def close(self) -> None:
         """Stop the process; open requests raise `EngineError`, later ones too."""
         if not self._closed:
             self._closed = True
             self._process.close()
+            self._transport.close()
             if self._weights is not None:
                 self._weights.free()
             shutil.rmtree(self._folder)
@@ -212,6 +229,8 @@ class SGLangEngine(Engine):
     async def _ask(self, call: str, ids: Sequence[int], **fields: Any) -> dict[str, Any]:
         if self.version < 0:
             raise EngineError("nothing was published yet; the engine has no weights to sample from")
+        if self._asleep:
+            raise EngineError(SLEEPS)
         answer = await self._requests.ask(call, ids, **fields)
         self.counters.requests += 1
         self.counters.prompt_tokens += answer["prompt_tokens"]
@@ -240,7 +259,17 @@ class SGLangEngine(Engine):
 
     def _load(self, process: EngineProcess, weights: StagedWeights, version: int) -> None:
         call = functools.partial(process.call, seconds=self._section.request_seconds)
-        hand_over(call, weights, version=version, vocabulary=self._vocabulary)
+
+        def wake(tags: Sequence[str]) -> None:
+            if tags:
+                with self.naps.waking():
+                    call("resume_memory", tags=list(tags))
+
+        hand_over(
+            call, weights, transport=self._transport, version=version, vocabulary=self._vocabulary,
+            asleep=self._asleep, wake=wake,
+        )  # fmt: skip
+        self._asleep = ()
 
     # -------------------------------------------------------------------------------------------------- the process
     def _start(self) -> EngineProcess:
@@ -277,6 +306,8 @@ class SGLangEngine(Engine):
                 return
             output = dead.last_lines()
             dead.kill()
+            self._transport.close()
+            self._asleep = ()
             if self._restarts_left == 0:
                 self._failure = EngineError(
                     f"{reason}; it was started again {self._section.restarts} times since the last publish "
@@ -297,11 +328,13 @@ class SGLangEngine(Engine):
             self._process = process
             logger.warning("the engine is back after %.1f s (pid %d)", time.monotonic() - started, process.pid)
 
-    def _timed(self, call: str) -> None:
-        started, before = time.monotonic(), torch.cuda.mem_get_info()[0]
-        self._process.call(call, tags=list(self._section.sleep_tags), seconds=self._section.request_seconds)
-        logger.info("%s: %.2f s, %+.2f GiB free", call, time.monotonic() - started,
-                    (torch.cuda.mem_get_info()[0] - before) / 2**30)  # fmt: skip
+
+def _device_bytes() -> int:
+    """Bytes in use on this process's GPU, by anybody; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _route_shape(model: PretrainedConfig) -> tuple[str, int, int]:

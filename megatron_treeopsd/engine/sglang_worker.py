@@ -149,7 +149,6 @@ class Worker:
     async def update(self, path: str, nbytes: int, tensors: list[list[Any]], version: str) -> dict[str, int]:
         """Load one bucket: `nbytes` of memory behind `path`, in which `tensors` [name, shape, dtype, offset] lie."""
         import torch
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -160,15 +159,65 @@ class Worker:
             metadata.append(FlattenedTensorMetadata(name, torch.Size(shape), dtype, offset, offset + size, size))
         with open(path, "rb+") as file:  # mapped, not read; PyTorch copies it once when it hands it on
             memory = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
-        bucket = MultiprocessingSerializer.serialize({"flattened_tensor": memory, "metadata": metadata})
+        # One each: what is serialised can be opened once.
+        handles = [
+            MultiprocessingSerializer.serialize({"flattened_tensor": memory, "metadata": metadata})
+            for _ in range(self._tensor_parallel)
+        ]
+        return await self.update_by_handle(handles, tensors, version)
+
+    async def update_by_handle(self, handles: list[Any], tensors: list[list[Any]], version: str) -> dict[str, int]:
+        """Load one bucket; `handles` are what SGLang's processes unpickle, one each, and are not opened here."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
         update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[bucket] * self._tensor_parallel,
+            serialized_named_tensors=handles,
             load_format="flattened_bucket",
             flush_cache=False,  # once, at the end
             weight_version=version,
         )
         _check("update_weights_from_tensor", *await self._manager.update_weights_from_tensor(update, None))
-        return {"tensors": len(metadata), "bytes": sum(each.numel for each in metadata)}
+        return _taken(tensors)
+
+    async def join(self, name: str, port: int, ranks: int, backend: str) -> None:
+        """Make a process group with the trainer's process, which is rank 0 and holds the store at `port`."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        group = InitWeightsUpdateGroupReqInput(
+            master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=ranks, group_name=name,
+            backend=backend,
+        )  # fmt: skip
+        _check("init_weights_update_group", *await self._manager.init_weights_update_group(group, None))
+
+    async def update_by_broadcast(self, name: str, tensors: list[list[Any]], version: str) -> dict[str, int]:
+        """Load one bucket, which rank 0 of the group `name` sends; see `join`."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        names, shapes, dtypes, _ = zip(*tensors, strict=True)
+        update = UpdateWeightsFromDistributedReqInput(
+            names=list(names), dtypes=list(dtypes), shapes=list(shapes), group_name=name,
+            load_format="flattened_bucket", flush_cache=False, weight_version=version,
+        )  # fmt: skip
+        _check("update_weights_from_distributed", *await self._manager.update_weights_from_distributed(update, None))
+        return _taken(tensors)
+
+    async def update_from_disk(self, path: str, version: str) -> dict[str, int]:
+        """Load the Hugging Face folder `path`; SGLang opens and closes an update by itself."""
+        from safetensors import safe_open
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        update = UpdateWeightFromDiskReqInput(
+            model_path=path, load_format="safetensors", flush_cache=False, weight_version=version
+        )
+        success, message, _ = await self._manager.update_weights_from_disk(update, None)
+        _check("update_weights_from_disk", success, message)
+        count = nbytes = 0
+        for name in sorted(os.listdir(path)):
+            if name.endswith(".safetensors"):
+                with safe_open(os.path.join(path, name), "pt") as file:
+                    sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118 (no mapping)
+                count, nbytes = count + len(sizes), nbytes + sum(sizes)
+        return {"tensors": count, "bytes": nbytes}
 
     async def end(self) -> None:
         """Close a weight update."""
@@ -191,9 +240,10 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------- memory
     async def release_memory(self, tags: list[str]) -> None:
-        """Give device memory back; SGLang must have no request and an empty cache."""
+        """Give memory back: of "kv_cache", "weights", "cuda_graph". Waits for what runs, and empties the cache."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
+        await self.flush()  # refused while something runs, which would end SGLang's scheduler here
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume_memory(self, tags: list[str]) -> None:
@@ -210,6 +260,14 @@ def _smaller(routes: str | None, dtype: str) -> str | None:
     if routes is None:
         return None
     return base64.b64encode(np.frombuffer(base64.b64decode(routes), np.int32).astype(dtype).tobytes()).decode()
+
+
+def _taken(tensors: list[list[Any]]) -> dict[str, int]:
+    """What a bucket held, for the trainer to compare; `tensors` are [name, shape, dtype, offset]."""
+    import torch
+
+    sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, shape, dtype, _ in tensors]
+    return {"tensors": len(sizes), "bytes": sum(sizes)}
 
 
 def _request_id(number: int) -> str:

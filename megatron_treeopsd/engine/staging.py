@@ -24,7 +24,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a checkpoint, by its Hugging Face name."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ALIGN = 16  # bytes; tensors are viewed in place in their own dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +36,41 @@ class Placed:
 
 
 class Bucket:
-    """Some tensors, one behind the other, in memory that other processes of this user can map by `path`."""
+    """Tensors of one dtype, one right behind the other, in memory that other processes of this user can map by `path`.
+
+    Attributes:
+        dtype: of all tensors, by its name in torch.
+        nbytes: size of the memory.
+    """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         tensors = list(tensors)
         self.dtype = str(dtype).removeprefix("torch.")
         self.tensors: list[Placed] = []
-        self.nbytes = self.payload = 0
+        self.nbytes = 0
         for name, tensor in tensors:
             self.tensors.append(Placed(name, tuple(tensor.shape), self.nbytes))
-            size = tensor.numel() * dtype.itemsize
-            self.payload += size
-            self.nbytes += -(-size // _ALIGN) * _ALIGN
+            self.nbytes += tensor.numel() * dtype.itemsize
         self._file = os.memfd_create("treeopsd-weights")
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         os.ftruncate(self._file, self.nbytes)
-        memory = torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
-        for placed, (_, tensor) in zip(self.tensors, tensors, strict=True):
-            view = memory[placed.offset : placed.offset + tensor.numel() * dtype.itemsize].view(dtype)
-            view.view(placed.shape).copy_(tensor.detach())
+        for view, (_, tensor) in zip(self.views().values(), tensors, strict=True):
+            view.copy_(tensor.detach())
+
+    def layout(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """Name, shape, dtype and offset in bytes of each tensor, as the engine's process is told."""
+        return [(placed.name, placed.shape, self.dtype, placed.offset) for placed in self.tensors]
+
+    def memory(self) -> Tensor:
+        """uint8 [nbytes]: the memory itself, not a copy."""
+        return torch.from_file(self.path, shared=True, size=self.nbytes, dtype=torch.uint8)
+
+    def views(self) -> dict[str, Tensor]:
+        """The tensors by name; they are the memory itself, not copies."""
+        memory, dtype = self.memory(), getattr(torch, self.dtype)
+        sizes = [torch.Size(placed.shape).numel() * dtype.itemsize for placed in self.tensors]
+        parts = zip(self.tensors, memory.split(sizes), strict=True)
+        return {placed.name: part.view(dtype).view(placed.shape) for placed, part in parts}
 
     def free(self) -> None:
         """Give the memory back once nobody maps it any more."""
@@ -105,9 +120,9 @@ class StagedWeights:
         self.free()
 
     @property
-    def payload(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(bucket.payload for bucket in self.buckets)
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     def free(self) -> None:
         """Give the memory back."""

@@ -129,6 +129,10 @@ class Console:
             self._bar = self._progress.add_task("training", total=1.0, note=note)
         self._progress.update(self._bar, completed=done, note=note)
 
+    def note(self, text: str) -> None:
+        """One line that stands for itself."""
+        self._print(Text(text, style="dim"))
+
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         """One line with the main scores of an evaluation: {"when": "before", "step": 0, "exact_match_greedy": ...}."""
         scores = [f"{row.label} {row.shown(row.after)}" for row in compare(None, entry)]

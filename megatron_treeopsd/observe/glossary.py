@@ -24,6 +24,11 @@ _TERMS = {
     "rollout/cached_tokens": Term("prompt, cached", "prompt tokens found in the prefix cache", COUNT),
     "rollout/computed_prompt_tokens": Term("prompt, computed", "prompt tokens computed by the engine", COUNT),
     "rollout/tokens_per_second": Term("sampled tokens a second", "sampled tokens over the time of rollout", COUNT),
+    "engine/sleep_seconds": Term("engine goes to sleep", "seconds in which it gives memory back to training"),
+    "engine/wake_seconds": Term("engine wakes", "seconds in which it takes its memory again, weights not counted"),
+    "engine/freed_bytes": Term(
+        "freed by sleep", "bytes that the engines gave back on the devices of their leaders", COUNT
+    ),
     "train/loss": Term("loss", "mean over the mini-batches of a step"),
     "train/grad_norm": Term("gradient norm", "before clipping"),
     "train/lr": Term("learning rate", "at the last mini-batch of a step"),

@@ -67,6 +67,11 @@ class Journal:
         """Say what is going on while the block runs, where somebody is watching."""
         return nullcontext() if self._console is None else self._console.busy(text)
 
+    def note(self, text: str) -> None:
+        """A line for people, of something that happens once in a run."""
+        if self._console is not None:
+            self._console.note(text)
+
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         if self._metrics is not None and self._console is not None:
             self._metrics.evaluation(entry)

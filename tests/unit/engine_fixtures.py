@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from megatron_treeopsd import config
-from megatron_treeopsd import engine as engines
 from megatron_treeopsd.engine.base import Completion, Engine, Sampling
+from megatron_treeopsd.engine.build import build_engine
 from megatron_treeopsd.environment.base import Environment, Outcome
 from megatron_treeopsd.tree import Question
 
@@ -97,12 +97,12 @@ def has_experts(checkpoint: Path) -> bool:
 
 def _embedded(checkpoint: Path) -> Engine:
     section = config.EmbeddedEngine(name="embedded", max_batch=64, cache_tokens=16_384)
-    return engines.build(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
+    return build_engine(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
 
 
 def _sglang(checkpoint: Path) -> Engine:
     section = config.SGLangEngine(name="sglang", python=SGLANG_PYTHON, max_batch=64, cache_tokens=16_384, bucket_mb=1)
-    return engines.build(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
+    return build_engine(section, checkpoint=checkpoint, dtype="float32", routes=has_experts(checkpoint))
 
 
 SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"

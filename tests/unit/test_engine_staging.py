@@ -50,7 +50,7 @@ def test_every_tensor_is_where_the_bucket_says(bucket_bytes: int) -> None:
         found = read_back(weights)
         assert found.keys() == WEIGHTS.keys()
         assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
-        assert weights.payload == 4 * (6 + 1 + 8)
+        assert weights.nbytes == 4 * (6 + 1 + 8)
         path = weights.buckets[0].path
     assert not os.path.exists(path), "the memory is given back"
 

@@ -9,9 +9,9 @@ import pytest
 from engine_fixtures import ENGINES, VOCABULARY, checkpoint_weights, random_policy, reference_logprobs
 
 from megatron_treeopsd import config
-from megatron_treeopsd import engine as engines
 from megatron_treeopsd.collect import Share
 from megatron_treeopsd.engine.base import EngineError
+from megatron_treeopsd.engine.build import build_engine
 from megatron_treeopsd.published import check_probes, sample_probe
 
 pytestmark = pytest.mark.fast
@@ -53,7 +53,7 @@ def test_each_question_belongs_to_one_engine(world: int, ranks_per_engine: int, 
 
 def test_a_guest_takes_the_weights_and_samples_nothing(tmp_path: Path) -> None:
     section = config.SGLangEngine(name="sglang", ranks_per_engine=2)
-    guest = engines.build(section, checkpoint=tmp_path, dtype="float32", rank=1)
+    guest = build_engine(section, checkpoint=tmp_path, dtype="float32", rank=1)
     taken = iter([("a", None), ("b", None)])
     guest.publish(taken, version=5)  # type: ignore[arg-type]
     assert next(taken, None) is None, "a collective is walked to its end"

@@ -30,6 +30,7 @@ import torch
 from megatron_treeopsd.config import RecipeError
 from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.staging import StagedWeights, checkpoint_shapes
+from megatron_treeopsd.engine.transport.shared_memory import SharedMemory
 from megatron_treeopsd.recipes import load_recipe
 
 TENSOR_VALUES = 64
@@ -59,7 +60,7 @@ def publish_once(weights: dict[str, torch.Tensor], *, bucket_bytes: int) -> tupl
     started = time.process_time()
     staged = StagedWeights(weights.items(), shapes=shapes, tied=False, dtype=torch.float32, bucket_bytes=bucket_bytes)
     with staged:
-        hand_over(listener, staged, version=1, vocabulary=100)
+        hand_over(listener, staged, transport=SharedMemory(), version=1, vocabulary=100)
         return time.process_time() - started, listener.calls["update"], len(staged.buckets)
 
 

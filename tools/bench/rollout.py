@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_treeopsd import engine as engines
 from megatron_treeopsd import environment, reward
 from megatron_treeopsd.collect import Collector, Share
 from megatron_treeopsd.config import Recipe, RecipeError
 from megatron_treeopsd.engine.base import Engine, EngineError
+from megatron_treeopsd.engine.build import build_engine
 from megatron_treeopsd.engine.prefix_cache import PrefixCache
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.questions import QuestionSource
@@ -76,7 +76,7 @@ def measure(recipe: Recipe, *, questions: int) -> dict[str, Any]:
     """Grow the trees of one step and count."""
     tokenizer = load_tokenizer(recipe.model.checkpoint)
     world = environment.build(recipe.task, tokenizer)
-    engine = engines.build(recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype)
+    engine = build_engine(recipe.engine, checkpoint=recipe.model.checkpoint, dtype=recipe.model.dtype)
     try:
         engine.publish(checkpoint_weights(recipe.model.checkpoint), version=0)
         return count(recipe, engine, world, questions=questions)
