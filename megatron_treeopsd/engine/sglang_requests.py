@@ -37,6 +37,8 @@ class Requests:
 
     Attributes:
         unanswered: requests that wait or run.
+        retractions: how often SGLang ran out of cache, put a running request back and computed it again. Admission is
+            there to keep it at 0.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Requests:
         current: Callable[[], EngineProcess],
         replace: Callable[[EngineProcess, str], None],
     ) -> None:
-        self.unanswered = 0
+        self.unanswered = self.retractions = 0
         self._section = section
         self._current = current
         self._replace = replace
@@ -136,6 +138,7 @@ class Requests:
             async with asyncio.timeout(self._section.request_seconds):
                 answer: dict[str, Any] = await asyncio.wrap_future(future)
             sampled = answer.get("ids", [])
+            self.retractions += answer.get("retractions", 0)
             if late and answer["finish"] == "length":
                 answer["finish"] = "abort"
             return answer
