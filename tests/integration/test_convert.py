@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from runs import POLICY, metrics, trained, treeopsd, without_clocks
+from runs import POLICY, command, environment, metrics, trained, treeopsd, without_clocks
 from safetensors.torch import load_file
 
 
@@ -42,8 +45,20 @@ def test_a_run_from_megatrons_format_is_the_run_from_hugging_faces(
     assert one == two
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    done = treeopsd("convert", "to-megatron", str(POLICY), str(tmp_path / "m"), "--ep", "4", "--dry-run")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "101" in done.stdout
-    assert not (tmp_path / "m").exists()
+def bound_by_permissions() -> None:
+    """Take root's right to write everywhere (CAP_DAC_OVERRIDE) from the program that is started next."""
+    drop_from_bounding_set, dac_override = 24, 1  # of linux/prctl.h and linux/capability.h
+    if os.getuid() == 0 and ctypes.CDLL(None, use_errno=True).prctl(drop_from_bounding_set, dac_override, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "root's rights cannot be reduced here")
+
+
+def test_a_folder_without_rights(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    done = subprocess.run(
+        command("convert", "to-megatron", str(POLICY), str(tmp_path / "locked" / "out")),
+        env=environment(), text=True, capture_output=True, timeout=300, check=False, preexec_fn=bound_by_permissions,
+    )  # fmt: skip
+    assert done.returncode == 2
+    where = tmp_path / "locked"
+    assert f"error: {where / 'out'}: no permission to write in {where}; choose another destination" in done.stderr
+    assert list(where.iterdir()) == []

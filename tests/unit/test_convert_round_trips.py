@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_treeopsd.cli import main
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.run import Report, convert
 from megatron_treeopsd.convert.to_hf import ToHuggingFace
@@ -137,3 +138,17 @@ def test_padding_of_the_vocabulary_is_zero_and_stays_inside(tmp_path: Path) -> N
         assert stored.padding(name).shape == (512 - VOCAB, 32)
         assert not stored.padding(name).any()
         assert stored.shapes[name] == (VOCAB, 32)
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "source")
+    command = ["convert", "to-megatron", str(tmp_path / "source"), str(tmp_path / "m"), "--ep", "4", "--dry-run"]
+    assert main(command) == 0
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed["family"] == "qwen3_moe (Qwen3MoeForCausalLM)"
+    assert printed["layout"] == "tp=1 ep=4 etp=1 pp=1 (4 ranks)"
+    assert printed["vocabulary"] == "250 rows, padded with zeros to 256"
+    assert printed["tensors"].startswith("87 -> ")
+    assert [part.split(":")[0].split()[-1] for part in printed["by"].split(", ")] == ["0", "1", "2", "3"]  # by rank
+    assert printed["memory"].startswith("about ")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
