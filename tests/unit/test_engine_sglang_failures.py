@@ -128,6 +128,21 @@ def test_nothing_is_sampled_from_arbitrary_weights(stub: Stub) -> None:
     engine.close()
 
 
+def test_a_request_that_can_never_fit_says_so(stub: Stub) -> None:
+    path = stub.folder / "policy" / "config.json"
+    path.write_text(path.read_text().replace('"max_position_embeddings": 256', '"max_position_embeddings": 1024'))
+    engine = stub.published(cache_tokens=256)
+
+    def ask(prompt: int, tokens: int) -> Completion:
+        sampling = Sampling(tokens, frozenset(), 1.0)
+        return asyncio.run(engine.generate([3] * prompt, seed=0, sampling=sampling, session="x"))
+
+    assert ask(200, 56).ids
+    with pytest.raises(EngineError, match=r"200 tokens that may sample 57 .* engine\.cache_tokens=256"):
+        ask(200, 57)
+    engine.close()
+
+
 # ----------------------------------------------------------------------------------------------------------- failures
 def test_a_death_is_survived_and_told(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
     engine = stub.published("dies once")
