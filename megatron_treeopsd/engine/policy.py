@@ -75,17 +75,17 @@ def replace_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> 
     """
     parameters = dict(model.named_parameters())
     staged = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
-    targets = _targets(staged)
-    missing = {part for _, parts in targets.values() for part in parts}
+    arriving = targets(staged)
+    missing = {part for _, parts in arriving.values() for part in parts}
     problems: list[str] = []
     tied_head: Tensor | None = None
     for name, tensor in weights:
-        if name == _HEAD and name not in targets:
+        if name == _HEAD and name not in arriving:
             tied_head = tensor.detach()
-        elif name not in targets:
+        elif name not in arriving:
             problems.append(f"unknown name {name}")
         else:
-            target, parts = targets[name]
+            target, parts = arriving[name]
             if target.shape != tensor.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
             elif not parts <= missing:
@@ -102,7 +102,7 @@ def replace_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> 
         parameter.data = staged[name]
 
 
-def _targets(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, frozenset[str]]]:
+def targets(tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, frozenset[str]]]:
     """Every name that may arrive: where it goes, and which parts of the model it covers.
 
     A part is a whole tensor, or one matrix of one expert; a fused tensor covers the parts of all its experts.

@@ -8,7 +8,6 @@ set replaces another.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_treeopsd.engine.base import EngineError
+from megatron_treeopsd.engine.policy import targets
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a checkpoint, by its Hugging Face name."""
@@ -169,13 +170,13 @@ class StagedWeights:
 
 
 def checkpoint_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a checkpoint's safetensors files, read from their headers."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{checkpoint}: there are no safetensors files in it")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    """Shapes of a checkpoint's tensors by the names under which they are published, from its config.json alone.
+
+    So it does not matter how the folder stores experts, or whether it is one in Megatron's format.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise EngineError(f"{checkpoint}: not a checkpoint folder (there is no config.json in it)")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    arriving = targets(dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, (tensor, parts) in arriving.items() if parts == {name}}

@@ -91,11 +91,13 @@ def test_what_is_wrong_is_listed_and_the_stream_is_walked_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shapes_come_from_the_files_headers(family: str, tmp_path: Path) -> None:
-    random_policy(family).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    random_policy(family).save_pretrained(tmp_path / "whole")
+def test_shapes_are_those_of_the_files_however_they_are_stored(family: str, tmp_path: Path) -> None:
+    policy = random_policy(family)
+    policy.save_pretrained(tmp_path / "whole")
     expected = {name: tuple(tensor.shape) for name, tensor in checkpoint_weights(tmp_path / "whole").items()}
-    assert checkpoint_shapes(tmp_path) == expected
-    with pytest.raises(EngineError, match="no safetensors files"):
+    policy.save_pretrained(tmp_path / "fused", save_original_format=False, max_shard_size="20KB")
+    policy.config.save_pretrained(tmp_path / "elsewhere")
+    for folder in ("whole", "fused", "elsewhere"):
+        assert checkpoint_shapes(tmp_path / folder) == expected
+    with pytest.raises(EngineError, match=r"no config\.json"):
         checkpoint_shapes(tmp_path / "nowhere")
