@@ -11,8 +11,11 @@ can be continued at another layout: all of tensor, expert, pipeline and data par
 optimizer may change; only the random states then start anew.
 
 Why not Megatron's `torch_dist`: its metadata is read with pickle, its folder is visible before it is complete, and in
-0.19.2 it needs patches for torch's Adam under the distributed optimizer and cannot load optimizer state at expert
-parallel 1 that was written at a larger one.
+0.19.2 it needs patches for torch's Adam under the distributed optimizer and cannot move optimizer state between expert
+parallel 1 and larger sizes. The cause of the last: experts count as expert-parallel parameters only above 1, and such
+parameters have an optimizer of their own. So there are two chained optimizers, whose state lies under "0" and "1", or
+one, whose state lies at the top, and neither form loads as the other. Here state is written by the names of parameters,
+whatever optimizer holds it, so it moves both ways.
 """
 
 from __future__ import annotations

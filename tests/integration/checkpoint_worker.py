@@ -2,7 +2,7 @@
 
     checkpoint_worker.py write    ROOT    train four steps undisturbed; train two and save
     checkpoint_worker.py continue ROOT    (new processes) load at the same layout, train two more, compare bit for bit
-    checkpoint_worker.py move     ROOT    load what other layouts wrote, compare all state, and train on
+    checkpoint_worker.py move     ROOT    load what other layouts wrote, compare log-probs and all state, and train on
 
 ROOT/hf is the initial checkpoint; ROOT/<processes>_<name>/ belongs to one case.
 """
@@ -65,6 +65,11 @@ def train(policy: Policy, steps: range) -> list[float]:
     return losses
 
 
+def log_probs(policy: Policy) -> Tensor:
+    """Of the same few tokens, whatever the layout."""
+    return policy.log_probs([pack_forest(random_forest(np.random.default_rng(9), trees=1), share=True)])[0]
+
+
 def contents(policy: Policy) -> dict[str, Tensor]:
     found = {piece.name: piece.tensor.clone() for piece in pieces(policy)}
     steps = {f"step/{name}": torch.tensor(count) for name, count in step_counts(policy.optimizer).items()}
@@ -109,6 +114,7 @@ def write(root: Path) -> None:
             policy = make(root, name, sizes, state)
             train(policy, range(2))
             checkpoint.save(case_folder(root, name) / "checkpoints", policy, step=2, extra={"name": name}, keep=1)
+            torch.save(log_probs(policy), case_folder(root, name) / f"log_probs_{state.rank}")
 
 
 def continue_here(root: Path) -> None:
@@ -134,10 +140,12 @@ def move(root: Path) -> None:
         path = checkpoint.latest(case_folder(root, source, 3 - WORLD) / "checkpoints")
         assert path is not None
         losses = torch.load(case_folder(root, source, 3 - WORLD) / "undisturbed_0")[0]
+        expected = torch.load(case_folder(root, source, 3 - WORLD) / "log_probs_0")
         for name, sizes in targets.items():
             with layout(**sizes) as (_, state):
                 policy = make(root, name, sizes, state)
                 checkpoint.load(path, policy)
+                torch.testing.assert_close(log_probs(policy), expected, atol=1e-5, rtol=0)
                 again = checkpoint.save(root / "moved" / source / name, policy, step=2, extra={}, keep=1)
                 assert_equal(whole_state(again, root), whole_state(path, root))
                 assert train(policy, range(2, 4)) == pytest.approx(losses[2:], rel=1e-5), (source, name)
