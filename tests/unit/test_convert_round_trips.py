@@ -117,16 +117,19 @@ def test_every_form_of_the_source_gives_the_same_bytes(model: str, tmp_path: Pat
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_tied", "llama"])
 def test_another_dtype_is_that_of_torch(model: str, tmp_path: Path) -> None:
     """Rounded once, wherever; widening loses nothing. `config.json` states what was written."""
-    make_checkpoint(tmp_path / "source", **MODELS[model])
+    reference = make_checkpoint(tmp_path / "source", **MODELS[model])
     rounded = {name: tensor.bfloat16() for name, tensor in tensors(tmp_path / "source").items()}
     to_megatron(tmp_path / "source", tmp_path / "m", torch.bfloat16, tp=2)
     to_hf(tmp_path / "m", tmp_path / "narrow")
-    to_hf(tmp_path / "m", tmp_path / "wide", torch.float32)
+    to_hf(tmp_path / "m", tmp_path / "wide", torch.float32, shard_bytes=50_000)
     assert_equal(tensors(tmp_path / "narrow"), rounded)
     assert_equal(tensors(tmp_path / "wide"), {name: tensor.float() for name, tensor in rounded.items()})
     for folder, dtype in (("m", "bfloat16"), ("narrow", "bfloat16"), ("wide", "float32")):
         assert json.loads((tmp_path / folder / "config.json").read_text())["dtype"] == dtype
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
+    index = json.loads((tmp_path / "wide" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in rounded.values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    assert_equal(dict(loaded.state_dict()), dict(reference.bfloat16().float().state_dict()))
 
 
 def test_padding_of_the_vocabulary_is_zero_and_stays_inside(tmp_path: Path) -> None:
