@@ -13,9 +13,7 @@ from __future__ import annotations
 import base64
 import functools
 import logging
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -31,6 +29,7 @@ from megatron_treeopsd import config
 from megatron_treeopsd.engine import transport
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
 from megatron_treeopsd.engine.checks import check_generate, check_routes, check_score
+from megatron_treeopsd.engine.engine_folder import EngineFolder
 from megatron_treeopsd.engine.handover import hand_over
 from megatron_treeopsd.engine.nap import SLEEPS
 from megatron_treeopsd.engine.sglang_process import EngineDied, EngineProcess
@@ -75,11 +74,11 @@ class SGLangEngine(Engine):
             else None
         )
         self._shapes = checkpoint_shapes(checkpoint)
-        self._folder = Path(tempfile.mkdtemp(prefix="treeopsd-sglang-"))
+        self._folder = EngineFolder()
         self._closed = False
         self._asleep: tuple[str, ...] = ()
         try:
-            model = serving_folder(checkpoint, self._folder / "model")
+            model = serving_folder(checkpoint, self._folder.path / "model")
             self._route_shape = _route_shape(model) if routes else None
             self._tied: bool = model.tie_word_embeddings
             self._vocabulary: int = model.vocab_size
@@ -89,7 +88,7 @@ class SGLangEngine(Engine):
                 transport.resolve(section.transport, cuda=self._gpu is not None, same_gpus=section.first_gpu is None),
                 device=torch.device("cpu" if self._gpu is None else "cuda"),
                 ranks=tensor_parallel(section, self._gpu),
-                folder=self._folder,
+                folder=self._folder.path,
                 seconds=section.request_seconds,
             )
             self._requests = Requests(section, current=lambda: self._process, replace=self._replace)
@@ -98,7 +97,7 @@ class SGLangEngine(Engine):
             self._restarting = threading.Lock()
             self._process = self._start()
         except BaseException:
-            shutil.rmtree(self._folder)
+            self._folder.remove()
             raise
 
     # ------------------------------------------------------------------------------------------------------ contract
@@ -215,7 +214,7 @@ class SGLangEngine(Engine):
             self._transport.close()
             if self._weights is not None:
                 self._weights.free()
-            shutil.rmtree(self._folder)
+            self._folder.remove()
 
     def checksum(self) -> str:
         """A hash over all weights as the engine holds them."""
@@ -283,14 +282,14 @@ class SGLangEngine(Engine):
             section.python.absolute(),  # not resolved: a virtual environment is known by the path of its link
             server_settings(
                 section,
-                model=self._folder / "model",
+                model=self._folder.path / "model",
                 context=self._context,
                 dtype=str(self._dtype).removeprefix("torch."),
                 routes=self._route_shape is not None,
                 gpu=self._gpu,
             ),
             variables=variables(section, self._gpu),
-            log=self._folder / "log.txt",
+            folder=self._folder,
         )
         process.wait_until_ready(section.start_seconds)
         return process

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_treeopsd.engine.base import EngineError
+from megatron_treeopsd.engine.engine_folder import EngineFolder
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
 SHIM = Path(__file__).resolve().parents[2] / "launch" / "sglang_cpu"
@@ -37,21 +38,24 @@ class EngineProcess:
         python: interpreter of SGLang's environment.
         settings: arguments of `sglang.Engine`.
         variables: environment variables on top of this process's own.
-        log: file that takes what the process prints.
+        folder: for its files; takes what it prints.
     """
 
-    def __init__(self, python: Path, settings: Mapping[str, Any], *, variables: Mapping[str, str], log: Path) -> None:
-        self._log = log
+    def __init__(
+        self, python: Path, settings: Mapping[str, Any], *, variables: Mapping[str, str], folder: EngineFolder
+    ) -> None:
+        self._folder = folder
+        self._log = folder.path / "log.txt"
         self._lock = threading.Lock()
         self._next = 0
         self._open: dict[int, tuple[Future[Any], Callable[[], None] | None]] = {}
         self._ready: Future[Any] = Future()
         self._gone: EngineDied | None = None
         self._socket, theirs = socket.socketpair()
-        with theirs, log.open("wb") as output:
+        with theirs, self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [str(python), "-P", str(WORKER), str(theirs.fileno()), json.dumps(settings)],
-                env={**_environment(), **variables},
+                [str(python), "-P", str(WORKER), str(theirs.fileno()), json.dumps(settings), str(folder.shared_memory)],
+                env={**_environment(), **folder.variables(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -112,6 +116,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()
+        self._folder.forget_shared_memory()
 
     def close(self, seconds: float = 10) -> None:
         """Let the process end by itself, then make sure that nothing of it is left."""

@@ -1,6 +1,10 @@
 """The other side of `sglang_process`: an SGLang engine behind a socket. Runs on the Python of SGLang's environment.
 
-    python -P sglang_worker.py FD SETTINGS        FD: an inherited socket; SETTINGS: JSON, arguments of sglang.Engine
+    python -P sglang_worker.py FD SETTINGS FILE
+
+    FD          an inherited socket
+    SETTINGS    JSON, arguments of sglang.Engine
+    FILE        takes the names of SGLang's files in shared memory, which outlive it if it is killed
 
 A request is one line of JSON, {"id", "call", ...}; its answer is {"id", "ok"} or {"id", "error"}. A "generate" that
 asks for it gets {"id", "prefilled"} in between, as soon as its prompt is in SGLang's cache. Requests run side by side.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import mmap
 import os
@@ -286,6 +291,19 @@ def end_with_the_other_side(connection: socket.socket) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def shared_memory(group: int) -> list[str]:
+    """Names of SGLang's own files in shared memory that the processes of a group have mapped."""
+    found: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.getpgid(int(pid)) == group:
+                with open(f"/proc/{pid}/maps") as file:
+                    found |= {line.partition("/dev/shm/")[2].strip() for line in file if "/dev/shm/" in line}
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
+            continue
+    return sorted(name for name in found if name.startswith(("sglang_loads_", "sgl_shm_")) and " " not in name)
+
+
 def main() -> None:
     """Start the engine, say that it is ready, serve."""
     connection, settings = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
@@ -293,11 +311,17 @@ def main() -> None:
     import sglang
 
     engine = sglang.Engine(**settings)
+    left_behind = shared_memory(os.getpgrp())
+    with open(sys.argv[3], "w") as file:
+        file.write("\n".join(left_behind))
     try:
         engine.loop.run_until_complete(Worker(engine, settings.get("tp_size", 1)).serve(connection))
     finally:
         connection.close()
     engine.shutdown()
+    for name in left_behind:  # the trainer may be dead, and cannot
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{name}")
     os.killpg(os.getpgrp(), signal.SIGKILL)  # what has not ended by now; this process leads a group of its own
 
 

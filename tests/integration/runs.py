@@ -67,7 +67,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def without_clocks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metric lines without what a clock decides."""
     clocks = ("training_seconds", "total_seconds", "time", "rollout/tokens_per_second")
-    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("span/")} for row in rows]
+    kinds = ("span/", "engine/")
+    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith(kinds)} for row in rows]
 
 
 def weights(run: Path, to: Path) -> dict[str, Tensor]:

@@ -6,12 +6,14 @@ The trainer is transformers' float32 forward here. tests/integration/test_run_sg
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,14 +22,19 @@ from engine_fixtures import ENGINES, VOCABULARY, checkpoint_weights, random_poli
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_treeopsd.engine import transport
 from megatron_treeopsd.engine.base import Completion, Engine, EngineError, Sampling
+from megatron_treeopsd.engine.engine_folder import SHARED_MEMORY
 from megatron_treeopsd.engine.sglang import SGLangEngine
 from megatron_treeopsd.engine.staging import StagedWeights
+from megatron_treeopsd.engine.transport import distributed
+from megatron_treeopsd.engine.transport.disk import Disk
 from megatron_treeopsd.published import check_probes, sample_probe
 
 pytestmark = pytest.mark.sglang
 
 FAMILY = "qwen3_moe"
+TRANSPORTS = [name for name in get_args(transport.Name) if name != "auto"]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +59,18 @@ def engine(folders: list[Path], shared_engines: dict[tuple[str, str], Engine]) -
     return engine
 
 
+@pytest.fixture(params=TRANSPORTS)
+def over(request: pytest.FixtureRequest, engine: SGLangEngine) -> Iterator[SGLangEngine]:
+    """The engine, which takes its weights in another way than it was started with."""
+    before = engine._transport
+    engine._transport = transport.build(
+        request.param, device=torch.device("cpu"), ranks=1, folder=engine._folder.path, seconds=60
+    )
+    yield engine
+    engine._transport.close()
+    engine._transport = before
+
+
 def difference(engine: SGLangEngine, policy: PreTrainedModel) -> float:
     """What the check after a publish finds if `policy` is the trainer's; raises `EngineError` as it does."""
     probe = sample_probe(engine, vocabulary=VOCABULARY, temperature=1.0)
@@ -61,16 +80,12 @@ def difference(engine: SGLangEngine, policy: PreTrainedModel) -> float:
 
 def update(engine: SGLangEngine, weights: dict[str, Tensor], *, leave_out: str = "") -> None:
     """A weight update by hand, without a step or with tensors under any name."""
-    process = engine._process
+    call = functools.partial(engine._process.call, seconds=60)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    with StagedWeights(weights.items(), shapes=shapes, tied=False, dtype=torch.float32, bucket_bytes=2**20) as staged:
-        for bucket in staged.buckets:
-            process.call("begin", seconds=60)
-            tensors = [[placed.name, placed.shape, bucket.dtype, placed.offset] for placed in bucket.tensors]
-            process.call("update", seconds=60, path=bucket.path, nbytes=bucket.nbytes, tensors=tensors, version="1")
-            process.call("end", seconds=60)
+    with StagedWeights(weights.items(), shapes=shapes, tied=False, dtype=torch.float32, bucket_bytes=2**16) as staged:
+        engine._transport.load(call, staged, version=1)
     if leave_out != "flush":
-        process.call("flush", seconds=60)
+        call("flush")
 
 
 def with_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -78,11 +93,27 @@ def with_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------- what a check must notice
-def test_a_good_publish_passes_the_check(engine: SGLangEngine, folders: list[Path]) -> None:
-    assert difference(engine, random_policy(FAMILY)) < 1e-4
-    engine.publish(checkpoint_weights(folders[1]).items(), version=2)
-    assert difference(engine, random_policy(FAMILY, seed=1)) < 1e-4
-    assert engine.counters.requests == 0, "probes are not rollouts"
+def test_a_good_publish_passes_the_check_over_every_transport(over: SGLangEngine, folders: list[Path]) -> None:
+    sums = [over.checksum()]  # as the engine's own transport has left it
+    assert difference(over, random_policy(FAMILY)) < 1e-4
+    for version, seed in enumerate((1, 0), 2):
+        over.publish(checkpoint_weights(folders[seed]).items(), version=version)
+        assert difference(over, random_policy(FAMILY, seed=seed)) < 1e-4
+        sums.append(over.checksum())
+    assert sums[0] == sums[2] != sums[1]
+    assert over.counters.requests == 0, "probes are not rollouts"
+
+
+def test_a_sleeping_engine_is_woken_by_a_publish(over: SGLangEngine, folders: list[Path]) -> None:
+    over.naps.reset()
+    over.sleep()
+    over.sleep()
+    with pytest.raises(EngineError, match="sleeps; publish to it first"):
+        difference(over, random_policy(FAMILY))
+    over.publish(checkpoint_weights(folders[1]).items(), version=2)
+    assert difference(over, random_policy(FAMILY, seed=1)) < 1e-4
+    assert min(over.naps.sleep_seconds, over.naps.wake_seconds) > 0
+    assert over.naps.freed_bytes == 0, "SGLang keeps its memory on a CPU"
 
 
 def test_keys_and_values_of_old_weights_are_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
@@ -101,18 +132,22 @@ class Forgetful:
         self.process, self.step = process, step
 
     def call(self, call: str, **fields: Any) -> Any:
-        return None if call == self.step else self.process.call(call, **fields)
+        return None if call.startswith(self.step) else self.process.call(call, **fields)
 
 
-@pytest.mark.parametrize(("step", "message"), [("flush", "cache was not emptied"), ("update", "took None of a bucket")])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [("flush", "cache was not emptied"), ("update", "took None of a bucket|answered None, but has not taken")],
+)
 def test_a_step_of_a_publish_that_did_not_happen_is_noticed(
-    engine: SGLangEngine, folders: list[Path], step: str, message: str
+    over: SGLangEngine, step: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine._weights is not None
+    monkeypatch.setattr(distributed, "_SECONDS_BEHIND", 1.0)
+    assert over._weights is not None
     with pytest.raises(EngineError, match=message):
-        engine._load(Forgetful(engine._process, step), engine._weights, 2)  # type: ignore[arg-type]
-    if step == "update":
-        engine._process.call("end", seconds=60)
+        over._load(Forgetful(over._process, step), over._weights, 2)  # type: ignore[arg-type]
+    if step == "update" and not isinstance(over._transport, Disk):
+        over._process.call("end", seconds=60)
 
 
 def fused(policy: PreTrainedModel) -> dict[str, Tensor]:
@@ -120,30 +155,30 @@ def fused(policy: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
-def test_fused_expert_names_are_refused_and_would_be_noticed(engine: SGLangEngine) -> None:
+def test_fused_expert_names_are_refused_and_would_be_noticed(over: SGLangEngine) -> None:
     other = random_policy(FAMILY, seed=1)
     with pytest.raises(EngineError, match=r"unknown name model.layers.0.mlp.experts.gate_up_proj"):
-        engine.publish(fused(other).items(), version=2)
-    assert engine.version == 1
-    update(engine, with_head(fused(other)))  # SGLang takes them, and says that all went well
+        over.publish(fused(other).items(), version=2)
+    assert over.version == 1
+    update(over, with_head(fused(other)))  # SGLang takes them, and says that all went well
     with pytest.raises(EngineError, match="differs from the trainer's"):
-        difference(engine, other)
+        difference(over, other)
 
 
-def test_a_lost_bucket_is_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
+def test_a_lost_bucket_is_noticed(over: SGLangEngine, folders: list[Path]) -> None:
     weights = with_head(checkpoint_weights(folders[1]))
     lost = [name for name in weights if name.startswith("model.layers.1.mlp.experts")]
-    update(engine, {name: tensor for name, tensor in weights.items() if name not in lost})
+    update(over, {name: tensor for name, tensor in weights.items() if name not in lost})
     with pytest.raises(EngineError, match="differs from the trainer's"):
-        difference(engine, random_policy(FAMILY, seed=1))
+        difference(over, random_policy(FAMILY, seed=1))
 
 
-def test_a_half_finished_update_is_noticed(engine: SGLangEngine, folders: list[Path]) -> None:
+def test_a_half_finished_update_is_noticed(over: SGLangEngine, folders: list[Path]) -> None:
     weights = dict(sorted(checkpoint_weights(folders[1]).items())[:10])
-    update(engine, weights)
+    update(over, weights)
     for seed in range(2):  # neither the old weights nor the new ones
         with pytest.raises(EngineError, match="differs from the trainer's"):
-            difference(engine, random_policy(FAMILY, seed=seed))
+            difference(over, random_policy(FAMILY, seed=seed))
 
 
 # --------------------------------------------------------------------------------------------------------- processes
@@ -190,9 +225,16 @@ def test_who_goes_away_ends_no_request_of_others(engine: SGLangEngine) -> None:
     assert [(completion.finish, len(completion.ids)) for completion in completions] == [("length", 60)] * 11
 
 
+@pytest.mark.parametrize("over", ["distributed"], indirect=True)
 def test_a_killed_engine_comes_back_and_samples_the_same(
-    engine: SGLangEngine, caplog: pytest.LogCaptureFixture
+    over: SGLangEngine, folders: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Over the transport that has to meet the new process first."""
+    engine = over
+    engine.publish(checkpoint_weights(folders[0]).items(), version=1)
+    shared_memory = [SHARED_MEMORY / name for name in engine._folder.shared_memory.read_text().split()]
+    assert shared_memory
+    assert all(file.exists() for file in shared_memory)
     before, checksum, pid = many(engine, tokens=60), engine.checksum(), engine.pid
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
@@ -205,3 +247,4 @@ def test_a_killed_engine_comes_back_and_samples_the_same(
     assert engine.checksum() == checksum
     assert "starting it again with version 1, lost requests follow" in caplog.text
     assert "the engine is back" in caplog.text
+    assert not any(file.exists() for file in shared_memory), "nothing of the killed process is left"

@@ -33,7 +33,7 @@ class Stub:
         self.folder, self._monkeypatch = folder, monkeypatch
         random_policy().save_pretrained(folder / "policy")
         self.python = folder / "python"
-        self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "stub_worker.py"}" "$3" "$4"\n')
+        self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "stub_worker.py"}" "$3" "$4" "$5"\n')
         self.python.chmod(0o755)
         monkeypatch.setenv("STUB_FLAG", str(folder / "died"))
         self.behave("fine")

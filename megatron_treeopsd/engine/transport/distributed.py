@@ -19,7 +19,8 @@ from megatron_treeopsd.engine.base import EngineError
 from megatron_treeopsd.engine.staging import Bucket
 from megatron_treeopsd.engine.transport.base import BucketTransport, Call
 
-_NAME = "treeopsd_weights"
+_SECONDS_BEHIND = 10.0
+"""Longest that a broadcast may go on when the engine has answered, which it does when it has received it."""
 
 
 class Distributed(BucketTransport):
@@ -28,6 +29,7 @@ class Distributed(BucketTransport):
     def __init__(self, device: torch.device, *, ranks: int, seconds: float) -> None:
         self._device, self._ranks = device, ranks
         self._timeout = datetime.timedelta(seconds=seconds)
+        self._name = ""
         self._group: dist.Backend | None = None
         self._store: dist.TCPStore | None = None
 
@@ -41,7 +43,7 @@ class Distributed(BucketTransport):
             if memory.is_cuda:
                 torch.cuda.synchronize(self._device)
 
-        fields = {"name": _NAME, "tensors": bucket.layout(), "version": version}
+        fields = {"name": self._name, "tensors": bucket.layout(), "version": version}
         return meanwhile(broadcast, lambda: call("update_by_broadcast", **fields))
 
     def close(self) -> None:
@@ -52,9 +54,12 @@ class Distributed(BucketTransport):
         """A group with a process that has just started."""
         size = 1 + self._ranks
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._name = f"treeopsd-{store.port}"
         backend, kind = ("nccl", "cuda") if self._device.type == "cuda" else ("gloo", "cpu")
         # The names under which PyTorch keeps what the members of a group tell each other.
-        prefixed = dist.PrefixStore(f"{kind}/", dist.PrefixStore(f"{_NAME}/", dist.PrefixStore(_NAME, store)))
+        prefixed: dist.Store = store
+        for prefix in (self._name, f"{self._name}/", f"{kind}/"):
+            prefixed = dist.PrefixStore(prefix, prefixed)
         made: list[dist.Backend] = []
 
         def make() -> None:
@@ -65,7 +70,7 @@ class Distributed(BucketTransport):
                 options._timeout = self._timeout
                 made.append(dist.ProcessGroupNCCL(prefixed, 0, size, options))
 
-        meanwhile(make, lambda: call("join", name=_NAME, port=store.port, ranks=size, backend=backend))
+        meanwhile(make, lambda: call("join", name=self._name, port=store.port, ranks=size, backend=backend))
         self._store, self._group = store, made[0]
         return self._group
 
@@ -73,7 +78,8 @@ class Distributed(BucketTransport):
 def meanwhile(ours: Callable[[], None], theirs: Callable[[], Any]) -> Any:
     """Do both at the same time; returns what `theirs` does.
 
-    If `theirs` fails, `ours` is left alone: it ends when the engine's process does, which is the next thing to happen.
+    Raises `EngineError` if `ours` fails, or does not end when `theirs` has. It is then left alone: it ends when the
+    engine's process does, which is the next thing to happen.
     """
     done: Future[None] = Future()
 
@@ -86,5 +92,8 @@ def meanwhile(ours: Callable[[], None], theirs: Callable[[], Any]) -> Any:
 
     Thread(target=run, name="sglang-weights", daemon=True).start()
     answer = theirs()
-    done.result()
+    try:
+        done.result(_SECONDS_BEHIND)
+    except TimeoutError:
+        raise EngineError(f"SGLang answered {answer}, but has not taken what was sent to it") from None
     return answer
