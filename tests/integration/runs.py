@@ -57,7 +57,12 @@ def trained(run: Path, data: Path, *more: str, processes: int = 1, timeout: floa
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     last = done.stdout.strip().splitlines()[-1]
     assert last == f"summary: {run / 'summary.json'}"
-    return json.loads((run / "summary.json").read_text())
+    return summary_of(run)
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -128,23 +128,24 @@ def test_with_admission_no_tree_is_computed_twice(stage: Stage) -> None:
     """Eight trees of up to 800 tokens through a cache of 1000, by SGLang's own count of what it found in its cache."""
     engine = stage.engine
 
-    def computed_and_limit() -> tuple[int, int]:
+    def computed_and_limit() -> tuple[int, int, int]:
         engine.counters.reset()
         trees = asyncio.run(stage.grow(range(8)))
-        limit = 0
+        limit = cold = 0
         for tree in trees:
             requests = list(BENCH.requests_of([tree]))
             branches = len(requests) - len({tuple(request.prompt) for request in requests})
             limit += BENCH.computed_tokens(requests, shared=True) + branches
-        return engine.counters.computed_tokens, limit
+            cold += BENCH.computed_tokens(requests, shared=False)
+        return engine.counters.computed_tokens, limit, cold
 
-    computed, limit = computed_and_limit()
-    assert computed <= limit
+    computed, limit, cold = computed_and_limit()
+    assert computed <= limit < cold < engine.counters.prompt_tokens
     assert engine._requests.retractions == 0
     assert engine._requests._gate._known.pinned_tokens == 0, "every tree was released"
     engine.publish(BENCH.checkpoint_weights(POLICY), version=engine.version + 1)
     engine._requests._gate = Gate(slots=SLOTS, cache_tokens=10**6)  # as good as none
-    without, same = computed_and_limit()
+    without, same, _ = computed_and_limit()
     assert same == limit
     assert without > 1.1 * limit
 
