@@ -22,7 +22,7 @@ class Section(BaseModel):
 class Model(Section):
     """Where the policy comes from. Its shape is read from the checkpoint's own `config.json`."""
 
-    checkpoint: Path = Field(description="Hugging Face folder: config.json, safetensors, tokenizer")
+    checkpoint: Path = Field(description="Hugging Face folder, or one that treeopsd convert to-megatron made")
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: bool = Field(False, description="recompute activations layer by layer in the backward pass")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("source", type=Path)
-    parser.add_argument("destination", type=Path)
+    parser.add_argument("destination", type=lambda text: Path(os.path.abspath(text)))  # "." has no name of its own
     unused = "" if name == "to-megatron" else "; of no effect in this direction, where the layout is in the source"
     for size, what in (("tp", "tensor"), ("ep", "expert"), ("etp", "expert tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{size}", type=int, default=1, help=f"{what} parallel size{unused}")

@@ -46,7 +46,10 @@ class ToHuggingFace:
         self.folder = folder
         found = find_checkpoint(folder)
         if found is None:
-            raise WeightsError(f"{folder}: no torch_dist checkpoint there (no .metadata, no tracker file)")
+            raise WeightsError(
+                f"{folder}: no torch_dist checkpoint there (no .metadata, no tracker file). For the policy of a run there "
+                "is treeopsd export"
+            )
         places = [companions] if companions else [place for place in (folder, found) if (place / CONFIG).is_file()]
         if not places:
             raise WeightsError(

@@ -132,6 +132,30 @@ def test_another_dtype_is_that_of_torch(model: str, tmp_path: Path) -> None:
     assert_equal(dict(loaded.state_dict()), dict(reference.bfloat16().float().state_dict()))
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "llama_tied"])
+def test_folders_as_they_are_published(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Configurations with the keys of transformers 4, and files that are links, as in a hub's cache."""
+    make_checkpoint(tmp_path / "files", **MODELS[model])
+    config = json.loads((tmp_path / "files" / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
+    if model == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    else:
+        config["rope_scaling"] = rope
+    (tmp_path / "files" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "source").mkdir()
+    for file in (tmp_path / "files").iterdir():
+        (tmp_path / "source" / file.name).symlink_to(file)
+    command = ["--verify", "--dtype", "bf16", "--no-progress"]
+    assert main(["convert", "to-megatron", str(tmp_path / "source"), str(tmp_path / "m"), "--tp", "2", *command]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), *command]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("tensors are equal bit for bit") == printed.count("logits: equal to") == 2
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config | {"torch_dtype": "bfloat16"}
+    assert not any(file.is_symlink() for folder in ("m", "hf") for file in (tmp_path / folder).rglob("*"))
+
+
 def test_padding_of_the_vocabulary_is_zero_and_stays_inside(tmp_path: Path) -> None:
     """250 rows become 512 for tensor parallel 4, and 250 again."""
     make_checkpoint(tmp_path / "source", "qwen3")
