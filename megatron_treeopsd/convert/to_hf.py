@@ -47,8 +47,8 @@ class ToHuggingFace:
         found = find_checkpoint(folder)
         if found is None:
             raise WeightsError(
-                f"{folder}: no torch_dist checkpoint there (no .metadata, no tracker file). For the policy of a run there "
-                "is treeopsd export"
+                f"{folder}: no torch_dist checkpoint there (no .metadata, no tracker file). For the policy of a run "
+                "there is treeopsd export"
             )
         places = [companions] if companions else [place for place in (folder, found) if (place / CONFIG).is_file()]
         if not places:
