@@ -356,4 +356,9 @@ class Recipe(Section):
                 f"update.mini_batches={self.update.mini_batches} is more than "
                 f"update.questions_per_step={self.update.questions_per_step}: some mini-batches would be empty"
             )
+        if self.engine.name == "sglang" and self.engine.cache_tokens < self.task.max_context_tokens:
+            raise ValueError(
+                f"engine.cache_tokens={self.engine.cache_tokens} cannot hold one trajectory of "
+                f"task.max_context_tokens={self.task.max_context_tokens}"
+            )
         return self

@@ -170,6 +170,7 @@ def test_recipes_cannot_be_changed_after_they_were_checked() -> None:
         ("task.hop_weights={one: 1.0}", ["task.hop_weights", "integer", "'one'", "key"]),
         ("task.hop_weights={1: many}", ["task.hop_weights.1", "number", "'many'"]),
         ("update.mini_batches=99", ["update.mini_batches=99", "update.questions_per_step=16"]),
+        ("engine={name: sglang, cache_tokens: 300}", ["engine.cache_tokens=300", "task.max_context_tokens=320"]),
         ("seed.x=1", ["seed", "integer"]),
         ("run=[1", ["run=[1", "not valid YAML"]),
         ("steps", ["'steps'", "key=value"]),

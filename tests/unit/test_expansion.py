@@ -86,6 +86,7 @@ def test_chains_are_independent_trajectories_from_the_prompt() -> None:
     assert [turn.chain for turn in tree.turns] == [chain for chain in range(8) for _ in range(3)]
     assert sum(turn.parent == ROOT for turn in tree.turns) == 8
     assert engine.most_running == 8
+    assert engine.opened == {"s1": 8 * 200}, "eight trajectories of at most 200 tokens"
     assert engine.released == ["s1"]
 
 
@@ -100,6 +101,7 @@ def test_trunks_and_forks_have_their_numbers_and_places() -> None:
         if turn.chain >= 4 and tree.turns[turn.parent].chain != turn.chain:
             assert tree.turns[turn.parent].chain == (turn.chain - 4) // 2  # each trunk has its own two forks
     assert all(len(tree.path(leaf)) == 5 for leaf in tree.terminals())
+    assert engine.opened == {"s1": 12 * 200}
     assert engine.released == ["s1"]
 
 
