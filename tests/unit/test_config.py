@@ -170,7 +170,6 @@ def test_recipes_cannot_be_changed_after_they_were_checked() -> None:
         ("task.hop_weights={one: 1.0}", ["task.hop_weights", "integer", "'one'", "key"]),
         ("task.hop_weights={1: many}", ["task.hop_weights.1", "number", "'many'"]),
         ("update.mini_batches=99", ["update.mini_batches=99", "update.questions_per_step=16"]),
-        ("engine={name: sglang, cache_tokens: 300}", ["engine.cache_tokens=300", "task.max_context_tokens=320"]),
         ("seed.x=1", ["seed", "integer"]),
         ("run=[1", ["run=[1", "not valid YAML"]),
         ("steps", ["'steps'", "key=value"]),
@@ -182,6 +181,11 @@ def test_errors_name_the_key_and_what_is_allowed(word: str, says: list[str]) -> 
     assert [part for part in says if part not in message] == [], message
     assert "function-" not in message
     assert "constrained-" not in message
+
+
+def test_a_cache_without_room_for_a_trajectory_is_refused() -> None:
+    message = error_of("engine=sglang", "engine.cache_tokens=300")
+    assert "engine.cache_tokens=300 cannot hold one trajectory of task.max_context_tokens=320" in message
 
 
 def test_a_failed_union_is_one_line() -> None:
