@@ -96,6 +96,18 @@ def test_every_method_runs(method: str, factbook: Path, tmp_path: Path) -> None:
     assert all(np.isfinite(value) for row in metrics(tmp_path / "run") for value in row.values())
 
 
+def test_an_engine_that_only_evaluates_sleeps_in_between(factbook: Path, tmp_path: Path) -> None:
+    """Without rollouts nothing is published but for evaluations, each of which finds a sleeping engine."""
+    summary = trained(
+        tmp_path / "run", factbook, "method=sft", "steps=2", "optimizer.warmup_steps=0", "evaluation.questions=2",
+        "evaluation.every_steps=1",
+    )  # fmt: skip
+    assert [(e["when"], e["step"]) for e in summary["evaluations"]] == [
+        ("before", 0), ("during", 1), ("during", 2), ("after", 2),
+    ]  # fmt: skip
+    assert [row["engine/sleep_seconds"] > 0 for row in metrics(tmp_path / "run")] == [True, True]
+
+
 def test_a_budget_ends_the_run(factbook: Path, tmp_path: Path) -> None:
     summary = trained(tmp_path / "run", factbook, "budget=4")
     longest = max(

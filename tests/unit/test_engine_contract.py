@@ -342,6 +342,38 @@ def test_no_publish_while_requests_run(served: Served) -> None:
     served.engine.publish(weights.items(), version=2)
 
 
+# -------------------------------------------------------------------------------------------------------- sleeping
+def test_an_engine_sleeps_until_the_next_publish(served: Served) -> None:
+    [prompt] = prompts(1)
+    before: Completion = together(generate(served.engine, prompt, seed=3))[0]
+    served.engine.naps.reset()
+    served.engine.sleep()
+    with pytest.raises(EngineError, match="the engine sleeps; publish to it first"):
+        together(generate(served.engine, prompt, seed=3))
+    with pytest.raises(EngineError, match="missing"):  # refused, and still asleep
+        served.engine.publish([], version=2)
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        together(served.engine.score(prompt, [5], session="tree"))
+    served.engine.publish(checkpoint_weights(served.folder / "policy").items(), version=2)
+    after: Completion = together(generate(served.engine, prompt, seed=3))[0]
+    assert (after.ids, after.version, after.cached_tokens) == (before.ids, 2, 0)
+    assert worst_error(served, prompt, after) <= served.case.tolerance
+    assert served.engine.naps.sleep_seconds > 0
+    assert served.engine.naps.freed_bytes >= 0
+
+
+def test_no_sleep_while_requests_run(served: Served) -> None:
+    async def sleep_in_between() -> Completion:
+        task = asyncio.create_task(generate(served.engine, prompts(1)[0], seed=0, tokens=30, stop_ids=frozenset()))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="cannot sleep while"):
+            served.engine.sleep()
+        completion: Completion = await task
+        return completion
+
+    assert len(asyncio.run(sleep_in_between()).ids) == 30
+
+
 # ---------------------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("prompt", "message"),

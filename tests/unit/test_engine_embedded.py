@@ -385,3 +385,16 @@ def test_a_checkpoint_in_megatrons_format_waits_for_a_publish(tmp_path: Path) ->
     engine.publish(policy.state_dict().items(), version=0)
     completions = run(generate(engine, [5, 6], seed=0))
     assert worst_error([[5, 6]], completions) < 1e-5
+
+
+def test_a_sleeping_engine_gives_its_cache_back() -> None:
+    """Measured by the operating system's count of this process's memory."""
+    engine = make_engine(cache_tokens=100_000)
+    engine._memory.pool.fill_(1.0)  # touched, as by a long rollout
+    held = engine._memory.pool.nbytes
+    assert held > 50 * 2**20
+    engine.sleep()
+    assert engine.naps.freed_bytes == pytest.approx(held, rel=0.1)
+    engine.naps.reset()
+    engine.sleep()
+    assert engine.naps.freed_bytes < held / 10, "there is nothing left to give back"

@@ -48,9 +48,7 @@ def test_engines_may_have_gpus_of_their_own() -> None:
     [({"ranks_per_engine": 4}, 6, 8), ({"ranks_per_engine": 2}, 0, 1), ({"first_gpu": 8}, 0, 8)],
 )
 def test_an_engine_that_does_not_fit_is_refused(values: dict[str, Any], own: int, visible: int) -> None:
-    with pytest.raises(
-        EngineError, match=rf"does not fit on GPUs .* of the {visible} that"
-    ):
+    with pytest.raises(EngineError, match=rf"does not fit on GPUs .* of the {visible} that"):
         engine_gpu(section(**values), own=own, visible=visible)
 
 

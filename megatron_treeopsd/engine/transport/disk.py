@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,11 @@ def write(weights: StagedWeights, folder: Path, config: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     shutil.copyfile(config, partial / "config.json")
+    files: dict[str, str] = {}
     for number, bucket in enumerate(weights.buckets, 1):
         name = f"model-{number:05d}-of-{len(weights.buckets):05d}.safetensors"
         save_file(bucket.views(), partial / name, metadata={"format": "pt"})
+        files |= dict.fromkeys(bucket.views(), name)
+    index = {"metadata": {"total_size": weights.nbytes}, "weight_map": files}
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
     partial.rename(folder)
