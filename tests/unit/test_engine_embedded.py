@@ -392,7 +392,7 @@ def test_a_sleeping_engine_gives_its_cache_back() -> None:
     engine = make_engine(cache_tokens=100_000)
     engine._memory.pool.fill_(1.0)  # touched, as by a long rollout
     held = engine._memory.pool.nbytes
-    assert held > 50 * 2**20
+    assert held > 40 * 2**20
     engine.sleep()
     assert engine.naps.freed_bytes == pytest.approx(held, rel=0.1)
     engine.naps.reset()
