@@ -10,6 +10,8 @@ as priorities, and a running request is never put back for one with a higher pri
 
 An engine group has one engine, and a tree is grown by the training process that holds it (`collect.Share`): all turns
 of a tree go to the engine that has its prefix, and there is nothing to route.
+
+Everything is counted in tokens, which is exact for pages of one token, SGLang's default.
 """
 
 from __future__ import annotations
@@ -139,7 +141,7 @@ class Requests:
                 answer: dict[str, Any] = await asyncio.wrap_future(future)
             sampled = answer.get("ids", [])
             self.retractions += answer.get("retractions", 0)
-            if late and answer["finish"] == "length":
+            if late and answer.get("finish") == "length":  # not that of a score
                 answer["finish"] = "abort"
             return answer
         except TimeoutError:
