@@ -84,13 +84,7 @@ class SGLangEngine(Engine):
             self._vocabulary: int = model.vocab_size
             self._context: int = model.max_position_embeddings
             self._weights: StagedWeights | None = None
-            self._transport = transport.build(
-                transport.resolve(section.transport, cuda=self._gpu is not None, same_gpus=section.first_gpu is None),
-                device=torch.device("cpu" if self._gpu is None else "cuda"),
-                ranks=tensor_parallel(section, self._gpu),
-                folder=self._folder.path,
-                seconds=section.request_seconds,
-            )
+            self.take_weights_by(section.transport)
             self._requests = Requests(section, current=lambda: self._process, replace=self._replace)
             self._restarts_left = section.restarts
             self._failure: EngineError | None = None
@@ -202,9 +196,18 @@ class SGLangEngine(Engine):
         if unanswered := self._requests.unanswered:
             raise EngineError(f"the engine cannot sleep while {unanswered} requests wait or run")
         with self.naps.sleeping(_device_bytes):
-            self._process.call("release_memory", tags=list(tags), seconds=self._section.request_seconds)
+            self._release(tags)
         self._asleep = tags
         self._requests.forget_cache()
+
+    def _release(self, tags: Sequence[str]) -> None:
+        while True:
+            process = self._process
+            try:
+                process.call("release_memory", tags=list(tags), seconds=self._section.request_seconds)
+                return
+            except EngineDied as error:
+                self._replace(process, str(error))
 
     def close(self) -> None:
         """Stop the process; open requests raise `EngineError`, later ones too."""
@@ -215,6 +218,17 @@ class SGLangEngine(Engine):
             if self._weights is not None:
                 self._weights.free()
             self._folder.remove()
+
+    def take_weights_by(self, name: transport.Name) -> None:
+        """From now on weights come by this transport."""
+        section, cuda = self._section, self._gpu is not None
+        self._transport = transport.build(
+            transport.resolve(name, cuda=cuda, same_gpus=section.first_gpu is None),
+            device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+            ranks=tensor_parallel(section, self._gpu),
+            folder=self._folder.path,
+            seconds=section.request_seconds,
+        )
 
     def checksum(self) -> str:
         """A hash over all weights as the engine holds them."""

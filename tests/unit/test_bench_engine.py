@@ -47,6 +47,9 @@ def test_publishing_asks_once_a_bucket(publish: Any) -> None:
              "buckets": buckets, "seconds_by_tensors": {"1000": 0.5}}  # fmt: skip
     assert "1.20x its expert shard" in publish.table(found)
     assert "500.0" in publish.table(found)
+    cost = {"requests": 2, "trainer_seconds": 0.5, "engine_seconds": 1.5, "wall_seconds": 3.0}
+    found["sglang"] = [{"tensors": 1000, "bytes": 2**20, "buckets": 2, "disk": cost}]
+    assert "disk         2      0.500      1.50       2000" in publish.table(found)
 
 
 def test_errors_are_in_plain_words(rollout: Any, capsys: pytest.CaptureFixture[str]) -> None:

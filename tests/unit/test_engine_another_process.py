@@ -62,13 +62,9 @@ def engine(folders: list[Path], shared_engines: dict[tuple[str, str], Engine]) -
 @pytest.fixture(params=TRANSPORTS)
 def over(request: pytest.FixtureRequest, engine: SGLangEngine) -> Iterator[SGLangEngine]:
     """The engine, which takes its weights in another way than it was started with."""
-    before = engine._transport
-    engine._transport = transport.build(
-        request.param, device=torch.device("cpu"), ranks=1, folder=engine._folder.path, seconds=60
-    )
+    engine.take_weights_by(request.param)
     yield engine
-    engine._transport.close()
-    engine._transport = before
+    engine.take_weights_by("auto")
 
 
 def difference(engine: SGLangEngine, policy: PreTrainedModel) -> float:

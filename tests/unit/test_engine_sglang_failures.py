@@ -176,6 +176,20 @@ def test_a_death_during_a_publish_is_survived(stub: Stub) -> None:
     engine.close()
 
 
+def test_a_death_before_sleep_is_survived(stub: Stub) -> None:
+    engine = stub.published(restarts=2)
+    pid = engine.pid
+    os.kill(pid, signal.SIGKILL)
+    engine.sleep()
+    assert engine.pid != pid
+    with pytest.raises(EngineError, match="sleeps"):
+        sample(engine)
+    os.kill(engine.pid, signal.SIGKILL)  # while it sleeps
+    engine.publish(checkpoint_weights(stub.folder / "policy").items(), version=2)
+    assert [completion.version for completion in sample(engine)] == [2] * 3
+    engine.close()
+
+
 def test_an_engine_that_hangs_counts_as_dead(stub: Stub) -> None:
     engine = stub.published("hangs", request_seconds=1.0, restarts=0)
     with pytest.raises(EngineError, match=r"did not answer a request within 1 s \(engine\.request_seconds\)"):

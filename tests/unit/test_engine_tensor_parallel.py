@@ -31,11 +31,7 @@ def test_two_processes_are_one_engine_over_every_transport(tmp_path: Path) -> No
     sums: dict[int, set[str]] = {0: set(), 1: set()}
     version = 0
     for name in get_args(transport.Name):
-        if name != "auto":
-            engine._transport.close()
-            engine._transport = transport.build(
-                name, device=torch.device("cpu"), ranks=2, folder=engine._folder.path, seconds=60
-            )
+        engine.take_weights_by(name)
         for seed, policy in enumerate(policies):
             version += 1
             engine.publish(checkpoint_weights(tmp_path / str(seed)).items(), version=version)

@@ -1,6 +1,6 @@
 """What does it cost to publish weights to an engine in another process?
 
-    python tools/bench/publish.py [--tensors 1000 4000 16000] [--bucket-mb N] [--json] [key=value ...]
+    python tools/bench/publish.py [--tensors 1000 4000 16000] [--bucket-mb N] [--engine sglang] [--json] [key=value ...]
 
 Three questions, none of which needs an engine that answers:
 
@@ -10,7 +10,9 @@ Three questions, none of which needs an engine that answers:
     seconds    processor time of checking, laying out and announcing a set, for sets of many small tensors; a cost that
                grew faster than the number of tensors would be minutes for the 18,867 tensors of Qwen3-30B-A3B
 
-What SGLang itself does with a bucket is not in these seconds.
+What SGLang itself does with a bucket is not in these seconds. With `--engine sglang` a real engine is started for each
+number of tensors, and gets them by each transport; see `publish_sglang.py`. Without a GPU that says how the cost grows
+with the number of tensors, and nothing about seconds of a production run.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from megatron_treeopsd.recipes import load_recipe
 
 TENSOR_VALUES = 64
 REPEATS = 5
+TENSORS_OF_A_LAYER = 393
+"""Three of each of 128 experts, a router, and eight more."""
+TRANSPORTS = ("shared_memory", "cuda_ipc", "distributed", "disk")
 
 
 class Listener:
@@ -91,6 +96,23 @@ def traffic(words: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def real_engine(counts: Sequence[int], *, bucket_mb: int, transports: Sequence[str]) -> list[dict[str, Any]]:
+    """What a real SGLang engine takes for about so many tensors each; see `publish_sglang.py`."""
+    worker = Path(__file__).with_name("publish_sglang.py")
+    found = []
+    for count in counts:
+        layers = max(1, round(count / TENSORS_OF_A_LAYER))
+        done = subprocess.run(
+            [sys.executable, str(worker), str(bucket_mb), str(layers), *transports],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     recipe = load_recipe(["steps=1", *options.words])
@@ -104,7 +126,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "requests": requests,
         "buckets": buckets,
         "seconds_by_tensors": seconds,
-    }
+        **({"sglang": real_engine(options.tensors, bucket_mb=options.bucket_mb, transports=options.transports)}
+           if options.engine == "sglang" else {}),
+    }  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
@@ -117,7 +141,26 @@ def table(found: dict[str, Any]) -> str:
         f"{'tensors':>9}{'seconds':>10}{'us/tensor':>12}",
         *(f"{n:>9}{s:>10.3f}{s / int(n) * 1e6:>12.1f}" for n, s in found["seconds_by_tensors"].items()),
     ]
+    if "sglang" in found:
+        lines += ["", *sglang_table(found["sglang"])]
     return "\n".join(lines)
+
+
+def sglang_table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines for people about the real engine."""
+    lines = [
+        "a real engine; processor time of trainer and engine, of the whole publish:",
+        f"{'tensors':>9}{'MiB':>7}{'transport':>16}{'requests':>10}{'trainer s':>11}{'engine s':>10}{'us/tensor':>11}",
+    ]
+    for each in found:
+        for name in (name for name in TRANSPORTS if name in each):
+            cost = each[name]
+            total = cost["trainer_seconds"] + cost["engine_seconds"]
+            lines.append(
+                f"{each['tensors']:>9}{each['bytes'] / 2**20:>7.1f}{name:>16}{cost['requests']:>10}"
+                f"{cost['trainer_seconds']:>11.3f}{cost['engine_seconds']:>10.2f}{total / each['tensors'] * 1e6:>11.0f}"
+            )
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, nargs="+", default=[1000, 4000, 16000])
     parser.add_argument("--bucket-mb", type=int, default=1)
+    parser.add_argument("--engine", choices=["none", "sglang"], default="none", help="also ask a real engine")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="of the real engine")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("words", nargs="*", help="recipe words, as for treeopsd train")
     options = parser.parse_args(arguments)

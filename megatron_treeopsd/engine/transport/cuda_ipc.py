@@ -38,13 +38,20 @@ class CudaIPC(BucketTransport):
         self._device, self._ranks = device, ranks
 
     def send(self, call: Call, bucket: Bucket, *, version: str) -> Any:
-        """See `BucketTransport.send`. The engine has copied all it needs when it answers."""
+        """See `BucketTransport.send`.
+
+        The engine may answer before its GPU has copied the last of a bucket. So each bucket has memory of its own,
+        which PyTorch takes back when those who opened it say that they are done.
+        """
         memory = bucket.memory().to(self._device, copy=True)
         if memory.is_cuda:
             torch.cuda.synchronize(self._device)  # the other process knows nothing of this one's streams
         # One each: opening a handle counts, and each rank opens its own.
         handles = [serialise(memory, bucket) for _ in range(self._ranks)]
-        return call("update_by_handle", handles=handles, tensors=bucket.layout(), version=version)
+        taken = call("update_by_handle", handles=handles, tensors=bucket.layout(), version=version)
+        if memory.is_cuda:
+            torch.cuda.ipc_collect()
+        return taken
 
 
 def serialise(memory: Tensor, bucket: Bucket) -> str:
