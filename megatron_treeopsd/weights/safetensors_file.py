@@ -37,7 +37,7 @@ def read_header(file: Path) -> dict[str, Extent]:
             header = json.loads(handle.read(length))
     except OSError as error:
         raise _damaged(file, str(error)) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, WeightsError):
             raise
         raise _damaged(file, f"its header is not JSON: {error}") from None
@@ -58,7 +58,7 @@ def read_header(file: Path) -> dict[str, Extent]:
 def _extent(file: Path, name: str, entry: Any, base: int) -> Extent:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise _damaged(file, f"its header describes {name} as {str(entry)[:200]}: {error!r}") from None
     if dtype not in DTYPES:
         raise WeightsError(f"{file}: {name} has dtype {dtype}; only {', '.join(DTYPES)} are read. Dequantise it first.")

@@ -206,7 +206,9 @@ def test_what_is_stored_in_another_form_is_left_to_torch(tmp_path: Path) -> None
     torch.save(tensor.t(), path)  # strides of its own
     size = path.stat().st_size
     assert blob.locate(Files(), path, 0, size, torch.float32, (6, 4)) is None
-    assert torch.equal(blob.load_whole(Files(), path, 0, size), tensor.t())
+    assert torch.equal(blob.load_whole(Files(), path, 0, size, torch.float32, (6, 4)), tensor.t())
+    with pytest.raises(WeightsError, match=r"bytes 0 to \d+ hold no tensor: that is torch\.float32 \(4, 6\)"):
+        blob.load_whole(Files(), path, 0, size, torch.float32, (4, 6))
 
 
 def test_bytes_that_are_no_tensor(tmp_path: Path) -> None:
@@ -216,6 +218,31 @@ def test_bytes_that_are_no_tensor(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(WeightsError, match=r"blobs: bytes 0 to \d+ hold no tensor|truncated"):
         blob.locate(Files(), path, 0, size, torch.float32, (8,))
+
+
+def test_damaged_blobs_give_the_tensor_or_an_error(tmp_path: Path) -> None:
+    """Whatever surrounds the bytes of a tensor, they are never taken from another place, and nothing crashes."""
+    tensor = torch.randn(8, 16)
+    around = blob.envelope(tensor.dtype, (8, 16))
+    raw = tensor.view(torch.uint8).numpy().tobytes()
+    path, rng, survived = tmp_path / "blob", random.Random(0), 0
+    for _ in range(200):
+        head, tail = bytearray(around.head), bytearray(around.tail)
+        for part in rng.choices([head, tail], k=rng.randint(1, 3)):
+            part[rng.randrange(len(part))] = rng.randrange(256)
+        path.write_bytes(head + raw + tail)
+        what, found = (Files(), path, 0, around.length, tensor.dtype, (8, 16)), torch.empty(8, 16)
+        try:
+            extent = blob.locate(*what)
+            if extent is None:  # its description is another one, which may be that of another tensor
+                blob.load_whole(*what)
+                continue
+        except WeightsError:
+            continue
+        Files().read(extent, found)
+        survived += 1
+        assert torch.equal(found, tensor)
+    assert 40 < survived < 160
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata

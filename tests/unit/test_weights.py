@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from megatron_treeopsd.backend import parallel
 from megatron_treeopsd.backend.model import build_model
 from megatron_treeopsd.config import Layout
 from megatron_treeopsd.weights import WeightsError, streaming
+from megatron_treeopsd.weights.safetensors_file import read_header
 from megatron_treeopsd.weights.source import Source
 
 pytestmark = pytest.mark.fast
@@ -274,6 +276,27 @@ def test_damaged_files(folder: Path) -> None:
     (folder / SINGLE).unlink()
     with pytest.raises(WeightsError, match="only safetensors checkpoints are read"):
         Source(folder)
+
+
+def test_damaged_headers_are_errors_and_never_crashes(tmp_path: Path) -> None:
+    path = tmp_path / SINGLE
+    save_file({"a.weight": torch.ones(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    whole = path.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    rng, refused = random.Random(0), 0
+    changes = [whole.replace(b"[3,4]", text) for text in (b"[1e999]", b"[-3,-4]", b"[" * 5)]
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(size)] = rng.randrange(256)
+        changes.append(bytes(damaged))
+    for content in changes:
+        path.write_bytes(content)
+        try:
+            read_header(path)
+        except WeightsError:
+            refused += 1
+    assert refused > 300
 
 
 def test_model_that_lacks_a_weight_or_has_another(folder: Path, state: parallel.ParallelState) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -20,9 +21,12 @@ from torch import Tensor
 
 from megatron_treeopsd.weights.extent import Extent, Files
 from megatron_treeopsd.weights.rules import Shape, WeightsError
+from megatron_treeopsd.weights.torch_dist.metadata import MALFORMED
 
 _DESCRIPTION, _DATA = "data.pkl", "data/0"
 _SETTINGS = Lock()  # torch's are the process's
+_HEADER, _DIRECTORY, _DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"  # what records of an archive begin with
+_HAS_DESCRIPTOR = 8
 ReadAt = Callable[[int, memoryview], None]
 """(byte, buffer) -> fills the buffer from that byte on."""
 
@@ -66,22 +70,39 @@ def locate(files: Files, file: Path, offset: int, length: int, dtype: torch.dtyp
     def read_at(position: int, into: memoryview) -> None:
         files.read_bytes(file, offset + position, into)
 
-    try:
+    with _naming(file, offset, length):
         members = _members(read_at, length)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise WeightsError(f"{file}: bytes {offset} to {offset + length} hold no tensor: {error}") from None
-    description, data = members.get(_DESCRIPTION), members.get(_DATA)
-    if description is None or data is None or data.compress_type != zipfile.ZIP_STORED:
-        return None
-    extent = Extent(file, offset + _start(read_at, data), shape, dtype)
-    same = _contents(read_at, description) == _description(dtype, shape)
-    return extent if same and data.file_size == extent.nbytes else None
+        description, data = members.get(_DESCRIPTION), members.get(_DATA)
+        if description is None or data is None or data.compress_type != zipfile.ZIP_STORED:
+            return None
+        extent = Extent(file, offset + _start(read_at, data), shape, dtype)
+        same = _contents(read_at, description) == _description(dtype, shape)
+        return extent if same and data.file_size == extent.nbytes else None
 
 
-def load_whole(files: Files, file: Path, offset: int, length: int) -> Tensor:
-    """The tensor of a blob, however it is stored, in memory; nothing that is in it is executed."""
+def load_whole(files: Files, file: Path, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    """The tensor of a blob, however it is stored, in memory; nothing that is in it is executed.
+
+    Raises `WeightsError` if there is none, or one of another dtype or shape.
+    """
     window = _Window(lambda position, into: files.read_bytes(file, offset + position, into), length)
-    return torch.load(window, map_location="cpu", weights_only=True)
+    with _naming(file, offset, length):
+        tensor = torch.load(window, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise TypeError(f"that is {dtype} {shape}")
+        return tensor
+
+
+@contextmanager
+def _naming(file: Path, offset: int, length: int) -> Iterator[None]:
+    """Say where it was that there are other bytes than there should be."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except (zipfile.BadZipFile, OSError, *MALFORMED) as error:
+        reason = str(error).partition("\n")[0]
+        raise WeightsError(f"{file}: bytes {offset} to {offset + length} hold no tensor: {reason}") from None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,10 +127,18 @@ def _members(read_at: ReadAt, length: int) -> dict[str, zipfile.ZipInfo]:
 
 
 def _start(read_at: ReadAt, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes start: behind 30 bytes of header, a name, and an extra field."""
-    header = bytearray(30)
+    """Where a member's bytes start: behind 30 bytes of header, a name, and an extra field.
+
+    Raises `ValueError` unless they lie between two records of the kinds that belong there.
+    """
+    header, behind = bytearray(30), bytearray(4)
     read_at(member.header_offset, memoryview(header))
-    return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    start = member.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    read_at(start + member.compress_size, memoryview(behind))
+    followers = (_DESCRIPTOR,) if member.flag_bits & _HAS_DESCRIPTOR else (_HEADER, _DIRECTORY)
+    if header[:4] != _HEADER or behind not in followers:
+        raise ValueError(f"{member.filename} is not where it should be")
+    return start
 
 
 def _contents(read_at: ReadAt, member: zipfile.ZipInfo) -> bytes:

@@ -97,11 +97,14 @@ def read(folder: Path) -> tuple[dict[str, StoredTensor], set[str]]:
         return tensors, described.keys() - tensors.keys()
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read, so this is no complete torch_dist folder: {error}") from None
-    except (pickle.UnpicklingError, EOFError, *_MALFORMED) as error:
+    except MALFORMED as error:
         raise WeightsError(f"{path}: damaged, or of another format: {error!r}") from None
 
 
-_MALFORMED = (AttributeError, TypeError, LookupError, ValueError, OverflowError, MemoryError, ImportError)
+MALFORMED = (
+    pickle.UnpicklingError, EOFError, AttributeError, TypeError, LookupError, ValueError, OverflowError, MemoryError,
+    ImportError, RuntimeError,
+)  # fmt: skip
 """What reading a stream of other objects, or of garbage, runs into."""
 
 

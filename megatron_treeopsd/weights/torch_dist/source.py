@@ -220,7 +220,7 @@ class TorchDistSource:
             path = self.folder / part.blob.file
             held = self._last = (
                 part.blob,
-                blob.load_whole(self._files, path, part.blob.offset, part.blob.length),
+                blob.load_whole(self._files, path, part.blob.offset, part.blob.length, dtype, part.shape),
             )
         size = _size(part.region)
         whole = held[1].reshape(-1)[part.skip : part.skip + math.prod(size)].view(size)
