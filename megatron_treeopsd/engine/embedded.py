@@ -129,14 +129,14 @@ class EmbeddedEngine(Engine):
             self.cache.unpin(node)
 
     def sleep(self) -> None:
-        """See `Engine.sleep`: the keys and values go, the weights stay."""
+        """See `Engine.sleep`: the cached keys and values go, the weights stay."""
         self._check_open()
         if self._waiting or self._rows:
             raise EngineError(f"the engine cannot sleep while {len(self._waiting)} requests wait and "
                               f"{len(self._rows)} run")  # fmt: skip
         with self.naps.sleeping(resident_bytes):
             self._forget()
-            self._memory.clear()
+            self._memory.clear_pool()
         self._asleep = True
 
     def abort(self, session: str) -> None:

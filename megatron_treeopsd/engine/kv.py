@@ -53,10 +53,9 @@ class KeyValueMemory:
         self.rows = torch.zeros(layers, 2, rows, heads, positions, width, dtype=dtype)
         self.row_hidden = torch.zeros(rows, positions, config.hidden_size, dtype=dtype)
 
-    def clear(self) -> None:
-        """Give the memory back to the operating system; what it held is lost."""
+    def clear_pool(self) -> None:
+        """Give the memory of the pool back to the operating system; what it held is lost."""
         self.pool, self.pool_hidden = torch.empty_like(self.pool), torch.empty_like(self.pool_hidden)
-        self.rows, self.row_hidden = torch.zeros_like(self.rows), torch.zeros_like(self.row_hidden)
 
     def reserve(self, length: int) -> None:
         """Make every row at least `length` tokens long."""
