@@ -18,7 +18,7 @@ from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.collect import Collector, Share
 from megatron_treeopsd.config import Recipe, RecipeError
 from megatron_treeopsd.engine.build import build_engine
-from megatron_treeopsd.engine.nap import NapCounters
+from megatron_treeopsd.engine.nap import nap_metrics
 from megatron_treeopsd.environment.data import load_questions
 from megatron_treeopsd.learn import Learner
 from megatron_treeopsd.observe.journal import Journal
@@ -246,14 +246,9 @@ class Session:
         return total
 
     def _count_naps(self) -> dict[str, float]:
-        """What sleeping cost and freed since the last step: the longest of the engines, and the sum of their bytes."""
-        naps = parallel.all_gather_objects(self._engine.naps)
-        self._engine.naps = NapCounters()
-        found = {
-            "engine/sleep_seconds": max(nap.sleep_seconds for nap in naps),
-            "engine/wake_seconds": max(nap.wake_seconds for nap in naps),
-            "engine/freed_bytes": float(sum(nap.freed_bytes for nap in naps)),
-        }
+        """What sleeping cost and freed since the last step; said in words the first time."""
+        found = nap_metrics(parallel.all_gather_objects(self._engine.naps))
+        self._engine.naps.reset()
         if not self._told_what_sleep_frees and found["engine/sleep_seconds"]:
             self.journal.note(what_sleep_frees(found))
             self._told_what_sleep_frees = True

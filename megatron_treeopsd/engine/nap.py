@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,6 +39,15 @@ class NapCounters:
         started = time.monotonic()
         yield
         self.wake_seconds += time.monotonic() - started
+
+
+def nap_metrics(naps: Sequence[NapCounters]) -> dict[str, float]:
+    """Of one step and all engines: the longest times, and the sum of the bytes."""
+    return {
+        "engine/sleep_seconds": max(nap.sleep_seconds for nap in naps),
+        "engine/wake_seconds": max(nap.wake_seconds for nap in naps),
+        "engine/freed_bytes": float(sum(nap.freed_bytes for nap in naps)),
+    }
 
 
 def resident_bytes() -> int:

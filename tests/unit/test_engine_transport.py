@@ -141,3 +141,14 @@ def test_both_sides_of_a_broadcast_are_waited_for(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EngineError, match="answered 5, but has not taken"):
         distributed.meanwhile(lambda: never.wait() and None, lambda: 5)
     never.set()
+
+
+def test_trainer_and_engine_meet_where_other_machines_do_not_see_it() -> None:
+    store = distributed.Distributed(CPU, ranks=1, seconds=5)._open_store(2)
+    port = f":{store.port:04X}"
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
+    listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(port)] == ["0100007F" + port]
+    client = torch.distributed.TCPStore("127.0.0.1", store.port, 2, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"

@@ -11,11 +11,12 @@ from trees import random_tree
 from megatron_treeopsd import config
 from megatron_treeopsd.cli import main
 from megatron_treeopsd.config import RecipeError
+from megatron_treeopsd.engine.nap import NapCounters, nap_metrics
 from megatron_treeopsd.errors import is_user_error
 from megatron_treeopsd.mismatch import Alarm, corrections, measure
 from megatron_treeopsd.plan import describe, missing
 from megatron_treeopsd.recipes import load_recipe
-from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics
+from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics, what_sleep_frees
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
 
 pytestmark = pytest.mark.fast
@@ -137,3 +138,21 @@ def test_metrics_of_random_trees_are_in_range(seed: int) -> None:
     values = rollout_metrics([random_tree(seed), random_tree(seed + 100)])
     for name in ("reward_mean", "exact_match", "no_answer_share", "zero_variance_share"):
         assert 0 <= values[f"rollout/{name}"] <= 1
+
+
+def test_sleeping_is_measured_over_all_engines_and_said_in_words() -> None:
+    used = iter([100 * 2**20, 40 * 2**20, 7, 9])
+    one, other = NapCounters(), NapCounters(wake_seconds=2.0)
+    with one.sleeping(lambda: next(used)):
+        pass
+    with other.sleeping(lambda: next(used)):  # somebody else took memory meanwhile
+        pass
+    found = nap_metrics([one, other])
+    assert found["engine/freed_bytes"] == 60 * 2**20
+    assert found["engine/wake_seconds"] == 2.0
+    assert found["engine/sleep_seconds"] == max(one.sleep_seconds, other.sleep_seconds) > 0
+    assert what_sleep_frees({**found, "engine/sleep_seconds": 1.0}) == (
+        "engine: sleeping gives back 60 MiB; it takes 3.0 s with waking"
+    )
+    nothing = nap_metrics([NapCounters(sleep_seconds=0.1)])
+    assert what_sleep_frees(nothing).endswith("(a CPU), so that sleep and wake are no-ops")

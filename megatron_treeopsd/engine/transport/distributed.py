@@ -7,6 +7,7 @@ the engine is asked here while a thread does the trainer's part. NCCL's part of 
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
@@ -53,7 +54,7 @@ class Distributed(BucketTransport):
     def _meet(self, call: Call) -> dist.Backend:
         """A group with a process that has just started."""
         size = 1 + self._ranks
-        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        store = self._open_store(size)
         self._name = f"treeopsd-{store.port}"
         backend, kind = ("nccl", "cuda") if self._device.type == "cuda" else ("gloo", "cpu")
         # The names under which PyTorch keeps what the members of a group tell each other.
@@ -73,6 +74,15 @@ class Distributed(BucketTransport):
         meanwhile(make, lambda: call("join", name=self._name, port=store.port, ranks=size, backend=backend))
         self._store, self._group = store, made[0]
         return self._group
+
+    def _open_store(self, size: int) -> dist.TCPStore:
+        """Where the members meet: a port of this machine that is free, and that other machines do not see."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+        return dist.TCPStore(
+            host, port, size, is_master=True, wait_for_workers=False, timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
 
 
 def meanwhile(ours: Callable[[], None], theirs: Callable[[], Any]) -> Any:
