@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
 
-from megatron_treeopsd.engine import gate as module
-from megatron_treeopsd.engine.gate import Gate, Ticket
+from megatron_treeopsd.engine.gate import IDLE_SECONDS, Gate, Ticket
 from megatron_treeopsd.engine.tree_sizes import TreeSizes
 
 pytestmark = pytest.mark.fast
@@ -193,16 +193,27 @@ def test_the_oldest_tree_goes_on_even_if_the_engine_has_to_throw_something_out()
 
 
 def test_an_idle_engine_takes_a_tree_that_may_turn_out_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
-
     async def test() -> None:
+        later: list[tuple[float, Callable[[], None]]] = []
+
+        def note(wait: float, call: Callable[..., None], *arguments: Any) -> None:
+            later.append((wait, partial(call, *arguments)))
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", note)
         door = Door(cache_tokens=30)
         await door.come("one", expected=30, a=[1, 1])
         await door.prefilled("a")
         await door.leave("a", sampled=(1, 1))
         await door.come("two", expected=20, b=[2, 2])
         assert door.inside == set(), "one is about to ask again"
-        await asyncio.sleep(0.1)
+        await door.come("one", c=[1, 1, 1, 5])
+        [(wait, first)] = later
+        first()
+        await settle()
+        assert (wait, door.inside) == (IDLE_SECONDS, {"c"}), "and did"
+        await door.leave("c")
+        later[-1][1]()
+        await settle()
         assert door.inside == {"b"}, "or is busy elsewhere"
 
     run(test())
