@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatron_treeopsd.convert import jobs
 from megatron_treeopsd.convert.processes import Processes
-from megatron_treeopsd.convert.rows import JOB_BYTES, RowCopier
+from megatron_treeopsd.convert.rows import RowCopier
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights.families import read_config, weights_of
 from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide
@@ -18,7 +17,7 @@ from megatron_treeopsd.weights.load import check_names
 from megatron_treeopsd.weights.rules import WeightsError
 from megatron_treeopsd.weights.source import Source
 from megatron_treeopsd.weights.torch_dist.source import TorchDistSource, find_checkpoint
-from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo, row_blocks
+from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo
 
 
 class ToHuggingFace:
@@ -87,19 +86,16 @@ class ToHuggingFace:
         """Fill an empty folder. Collective: each process writes its share of the files."""
 
         def write_mine() -> None:
+            copier = RowCopier(self.source, watch)
             for number, (file, members) in enumerate(self.files.items()):
                 if here.mine(number):
                     with SafetensorsWriter(folder / file, members) as writer:
-                        jobs.run(self._jobs(writer, members), lambda: RowCopier(self.source, watch))
+                        for tensor in members:
+                            write = partial(writer.write_bytes, tensor.name)
+                            copier.copy(tensor.name, (0, tensor.shape[0]), tensor.dtype, write)
 
         here.together(write_mine)
         here.on_first(lambda: complete(folder, self.files, self.companions))
-
-    def _jobs(self, writer: SafetensorsWriter, members: Sequence[TensorInfo]) -> Iterator[Callable[[RowCopier], None]]:
-        for tensor in members:
-            row = tensor.nbytes // tensor.shape[0]
-            for rows in row_blocks(tensor, JOB_BYTES):
-                yield partial(_copy, tensor, rows, writer, rows[0] * row)
 
     def read_back(self, folder: Path) -> Source:
         return Source(folder)
@@ -107,7 +103,3 @@ class ToHuggingFace:
     def sides(self, folder: Path) -> tuple[Path, Path]:
         """The Hugging Face folder and the Megatron folder."""
         return folder, self.folder
-
-
-def _copy(tensor: TensorInfo, rows: tuple[int, int], writer: SafetensorsWriter, start: int, copier: RowCopier) -> None:
-    copier.copy(tensor.name, rows, tensor.dtype, lambda at, data: writer.write_bytes(tensor.name, start + at, data))

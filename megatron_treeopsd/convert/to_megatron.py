@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
-from megatron_treeopsd.convert import jobs
 from megatron_treeopsd.convert.cut import Cut
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import BLOCK_BYTES, RowCopier
@@ -23,9 +22,10 @@ from megatron_treeopsd.weights.load import HEAD, check_head, check_names
 from megatron_treeopsd.weights.output import Output
 from megatron_treeopsd.weights.rules import WeightsError, listing
 from megatron_treeopsd.weights.source import Source
+from megatron_treeopsd.weights.torch_dist.blob import envelope
 from megatron_treeopsd.weights.torch_dist.grid import Region, Slot, pieces, segments, slots
 from megatron_treeopsd.weights.torch_dist.source import TRACKER, TorchDistSource
-from megatron_treeopsd.weights.torch_dist.writer import PieceWriter, Record, complete, length_of
+from megatron_treeopsd.weights.torch_dist.writer import PieceWriter, Record, complete, start_of
 from megatron_treeopsd.weights.writer import TensorInfo, row_blocks
 
 PIECE_BYTES = 64 * 2**20
@@ -94,7 +94,8 @@ class ToMegatron:
         found: Counter[int] = Counter(dict.fromkeys(range(self.cut.ranks), 0))
         for place, dtype in zip(self.places, self.dtypes, strict=True):
             for rank, region in self._pieces(place, dtype):
-                found[rank] += length_of(dtype, place, region)
+                around = envelope(dtype, place.box(region)[1])
+                found[rank] = start_of(found[rank], around) + around.length
         return dict(found)
 
     @property
@@ -133,8 +134,9 @@ class ToMegatron:
         target = folder / NAME
 
         def write_mine() -> list[Record]:
-            with PieceWriter(target) as writer:
-                jobs.run(self._jobs(writer, here), lambda: RowCopier(self.source, watch))
+            sizes = {rank: size for rank, size in self.bytes_by_rank.items() if here.mine(rank)}
+            with PieceWriter(target, sizes) as writer:
+                self._write_pieces(writer, RowCopier(self.source, watch), here)
             return writer.records
 
         def finish() -> None:
@@ -147,13 +149,13 @@ class ToMegatron:
         records = here.together(write_mine)
         here.on_first(finish)
 
-    def _jobs(self, writer: PieceWriter, here: Processes) -> Iterator[Callable[[RowCopier], None]]:
+    def _write_pieces(self, writer: PieceWriter, copier: RowCopier, here: Processes) -> None:
         for place, dtype in zip(self.places, self.dtypes, strict=True):
             mine = [(rank, piece) for rank, piece in self._pieces(place, dtype) if here.mine(rank)]
             by_columns = place.weight.split == 1 and self.cut.size(place.weight) > 1
             for _, group in itertools.groupby(mine, key=lambda part: part[1].rows if by_columns else part):
                 targets = [(piece, *writer.place(rank, place, piece, dtype)) for rank, piece in group]
-                yield partial(_copy_columns if by_columns else _copy_rows, place, dtype, targets)
+                (_copy_columns if by_columns else _copy_rows)(place, dtype, targets, copier)
 
     def read_back(self, folder: Path) -> TorchDistSource:
         return TorchDistSource(folder / NAME, self.hf_config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -47,21 +46,19 @@ class Extent:
 
 
 class Files:
-    """Open files of a reader, of one thread or several."""
+    """Open files of a reader."""
 
     def __init__(self) -> None:
         self._handles: dict[Path, int] = {}
-        self._lock = Lock()
 
     def handle(self, file: Path) -> int:
         """The descriptor of a file, opened when first asked for. Raises `WeightsError` if it cannot be opened."""
-        with self._lock:
-            if file not in self._handles:
-                try:
-                    self._handles[file] = os.open(file, os.O_RDONLY)
-                except OSError as error:
-                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}") from None
-            return self._handles[file]
+        if file not in self._handles:
+            try:
+                self._handles[file] = os.open(file, os.O_RDONLY)
+            except OSError as error:
+                raise WeightsError(f"{file}: cannot be opened: {error.strerror}") from None
+        return self._handles[file]
 
     def read(self, extent: Extent, into: Tensor) -> None:
         """Fill `into`, contiguous and of the extent's dtype and number of elements."""

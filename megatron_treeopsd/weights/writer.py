@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 
 import torch
@@ -41,8 +40,7 @@ def row_blocks(tensor: TensorInfo, max_bytes: int) -> list[tuple[int, int]]:
 class SafetensorsWriter:
     """One file of announced tensors, synced at the end; holds no tensor. Use as a context manager.
 
-    Tensors, or parts of them, may come in any order and from several threads. Leaving raises `ValueError` if something
-    never came.
+    Tensors, or parts of them, may come in any order. Leaving raises `ValueError` if something never came.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: dict[str, str] | None = None) -> None:
@@ -62,8 +60,7 @@ class SafetensorsWriter:
         self._starts = {name: 8 + len(text) + start for name, start in starts.items()}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._missing = {tensor.name: tensor.nbytes for tensor in tensors}
-        self._lock = Lock()
-        self._file = Output(path)
+        self._file = Output(path, self.nbytes)
         self._file.write_at(0, len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -75,10 +72,9 @@ class SafetensorsWriter:
 
     def write_bytes(self, name: str, start: int, data: memoryview) -> None:
         """Write bytes `start` .. of a tensor; each must come once."""
-        with self._lock:
-            self._missing[name] -= len(data)
-            if self._missing[name] < 0 or start + len(data) > self._tensors[name].nbytes:
-                raise ValueError(f"{self._file.path}: more bytes of {name} come than it has")
+        self._missing[name] -= len(data)
+        if self._missing[name] < 0 or start + len(data) > self._tensors[name].nbytes:
+            raise ValueError(f"{self._file.path}: more bytes of {name} come than it has")
         self._file.write_at(self._starts[name] + start, data)
 
     def __enter__(self) -> SafetensorsWriter:

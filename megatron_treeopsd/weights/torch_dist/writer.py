@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from megatron_treeopsd.weights import durable
 from megatron_treeopsd.weights.output import PAGE_BYTES, Output
 from megatron_treeopsd.weights.rules import Shape
 from megatron_treeopsd.weights.torch_dist import metadata
-from megatron_treeopsd.weights.torch_dist.blob import envelope
+from megatron_treeopsd.weights.torch_dist.blob import Envelope, envelope
 from megatron_treeopsd.weights.torch_dist.grid import Region, Slot
 from megatron_treeopsd.weights.torch_dist.metadata import Blob, Chunk, StoredTensor
 
@@ -35,37 +35,39 @@ class Record:
     chunk: Chunk
 
 
-def length_of(dtype: torch.dtype, slot: Slot, piece: Region) -> int:
-    """Bytes that a piece takes in a file, at most."""
-    return envelope(dtype, slot.box(piece)[1]).length + PAGE_BYTES
+def start_of(end: int, around: Envelope) -> int:
+    """Where a piece starts in a file that goes up to `end`: where its tensor's bytes then start with a page."""
+    return end + -(end + len(around.head)) % PAGE_BYTES
 
 
 class PieceWriter:
     """The files of some ranks of a layout, synced at the end. Use as a context manager.
 
-    Room for a piece is made by `place`, in the order of the file; its bytes may come at any time and from any thread.
-    What has a place is in `records`, to be handed to `complete`.
+    Room for a piece is made by `place`, in the order of the file; its bytes may come at any time. What has a place is
+    in `records`, to be handed to `complete`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sizes: Mapping[int, int]) -> None:
+        """sizes: rank -> bytes of its file, when each piece is where `start_of` puts it."""
         self.records: list[Record] = []
         self._folder = folder
+        self._sizes = sizes
         self._files: dict[int, Output] = {}
         self._ends: dict[int, int] = {}
 
     def place(self, rank: int, slot: Slot, piece: Region, dtype: torch.dtype) -> tuple[Output, int]:
         """Room for a piece in the file of `rank`: the file, and where the piece's bytes go."""
         if rank not in self._files:
-            self._files[rank] = Output(self._folder / _name(rank))
+            self._files[rank] = Output(self._folder / _name(rank), self._sizes[rank])
         file, end = self._files[rank], self._ends.get(rank, 0)
         offsets, sizes = slot.box(piece)
         around = envelope(dtype, sizes)
-        end += -(end + len(around.head)) % PAGE_BYTES
-        data = end + len(around.head)
-        file.write_at(end, around.head)
+        start = start_of(end, around)
+        data = start + len(around.head)
+        file.write_at(start, around.head)
         file.write_at(data + around.nbytes, around.tail)
-        self._ends[rank] = end + around.length
-        chunk = Chunk(offsets, sizes, Blob(_name(rank), end, around.length))
+        self._ends[rank] = start + around.length
+        chunk = Chunk(offsets, sizes, Blob(_name(rank), start, around.length))
         self.records.append(Record(slot.keys, dtype, slot.shape, chunk))
         return file, data
 
@@ -75,6 +77,7 @@ class PieceWriter:
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         try:
             if kind is None:
+                assert all(self._sizes[rank] == end for rank, end in self._ends.items()), (self._sizes, self._ends)
                 for file in self._files.values():
                     file.finish()
         finally:
