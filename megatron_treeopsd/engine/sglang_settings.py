@@ -54,6 +54,7 @@ def server_settings(
         "default_priority_value": 0,
         "enable_session_radix_cache": True,
         "stream_interval": 1 << 20,  # the first token, and all at the end
+        "sleep_on_idle": True,  # else its scheduler takes a whole core from the trainer, also while nothing is asked
         "enable_deterministic_inference": section.deterministic,
         "random_seed": 0,
         "log_level": "warning",
