@@ -27,6 +27,7 @@ from megatron_treeopsd.convert.to_hf import ToHuggingFace
 from megatron_treeopsd.convert.to_megatron import ToMegatron
 from megatron_treeopsd.convert.verify import VerificationError
 from megatron_treeopsd.weights import WeightsError
+from megatron_treeopsd.weights.torch_dist import metadata
 
 pytestmark = pytest.mark.fast
 
@@ -239,6 +240,20 @@ def test_values_that_are_no_numbers_are_counted(
     assert warning in capsys.readouterr().out
     back = load_file(tmp_path / "hf/model.safetensors")[EXPERT]
     assert back.isnan().nonzero().tolist() == [[3, 0], [3, 1]]
+
+
+def test_what_training_checkpoints_hold_besides_the_model_is_left_out(originals: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(originals / "megatron", tmp_path / "m"))
+    tensors, _ = metadata.read(folder / "release")
+    state = tensors["decoder.final_layernorm.weight"]
+    for name in ("optimizer.state.exp_avg", "chained_1.optimizer.state.exp_avg_sq"):
+        tensors[f"{name}.decoder.final_layernorm.weight"] = state
+    objects = dict.fromkeys(("rng_state/shard_0_1", "opt_param_scheduler/shard_0_1"), state.chunks[0].blob)
+    metadata.write(folder / "release", tensors, objects)
+    assert main(["convert", "to-hf", str(folder), str(tmp_path / "hf")]) == 0
+    found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", originals / "single"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 # --------------------------------------------------------------------------------------------------- bad destinations

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_OTHERS = re.compile(r"(optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler|common_state)\b")
-"""What training checkpoints hold besides the model."""
+_OTHERS = re.compile(
+    r"(chained_\d+\.)?(optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler|common_state)\b"
+)
+"""What training checkpoints hold besides the model. With expert parallelism there are two optimizers, chained."""
 
 
 def find_checkpoint(folder: Path) -> Path | None:
