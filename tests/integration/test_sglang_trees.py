@@ -6,6 +6,7 @@ import asyncio
 import os
 import runpy
 import signal
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -251,3 +252,25 @@ def test_an_aborted_tree_is_whole_and_leaves_the_others_alone(stage: Stage) -> N
         assert turn.sampled_ids
     assert cut.token_count < whole[0].token_count
     assert engine._requests._gate._known.pinned_tokens == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- idle
+def processor_seconds(group: int) -> float:
+    """What the processes of a group have used so far."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_engine_leaves_the_cores_to_the_trainer(stage: Stage) -> None:
+    """Its scheduler would poll without a pause; it takes a hundredth of a core now."""
+    time.sleep(1)
+    before = processor_seconds(stage.engine.pid)
+    time.sleep(3)
+    assert processor_seconds(stage.engine.pid) - before < 0.3
