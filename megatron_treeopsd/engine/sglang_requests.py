@@ -4,6 +4,7 @@ What SGLang itself does with a tree (0.5.23). Its cache is one radix tree with r
 prefix: where it needs room, it throws out first what no session refers to, then what the fewest do, then what was not
 used for longest. Closing a session removes its references and frees nothing by itself; nothing in SGLang frees single
 prefixes. So a finished tree's memory is the first to be used again, and its part of the gate's account is free at once.
+With these references SGLang keeps its radix tree in Python, not in Rust; what that costs on a GPU was never measured.
 
 SGLang's own queue holds what the gate has let in and no batch has taken yet; requests carry the gate's order there too,
 as priorities, and a running request is never put back for one with a higher priority.
