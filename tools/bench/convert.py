@@ -1,6 +1,6 @@
 """How fast is a conversion, beside `cp` of the same files, and how much memory does it take?
 
-    .venv/bin/python tools/bench/convert.py [--sizes 1 2 4] [--rounds 3] [--folder DIR] [--json]
+    .venv/bin/python tools/bench/convert.py [--quick] [--sizes 1 2 4] [--rounds 3] [--folder DIR] [--json]
 
 A synthetic Qwen3-MoE checkpoint of each size is converted to Megatron and back, and its files are copied by `cp`, in
 turn:
@@ -9,9 +9,14 @@ turn:
 
 A conversion is timed in a process of its own, from opening the folder until the result is synced to the disk and has
 its name; what Python takes to start and to import is not counted. `cp` is timed from its start to its end; it leaves
-its data to be written later, so the time of syncing them is measured too and a second ratio counts it. All files are in
-the page cache when they are read, in either arm. Rates are bytes of the source over seconds, ratios medians over the
-rounds. The largest size gives the ratios; the others show that cost grows linearly.
+its data to be written later, so the time of syncing them is measured too and a second ratio counts it: that one
+compares like with like. All files are in the page cache when they are read, in either arm, and tensors of the source
+start where other programs put them, not on pages. Rates are bytes of the source over seconds, ratios medians over the
+rounds; processor time tells more where others use the machine. The largest size gives the ratios; the others show that
+cost grows linearly: `growth` is the cost of a byte at the largest size over that at the smallest.
+
+Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
+libraries, no checkpoint), not the page cache.
 """
 
 from __future__ import annotations
@@ -59,38 +64,47 @@ SHAPE: dict[str, Any] = {
 """Widths of Qwen3-30B-A3B, with fewer experts and a smaller vocabulary so that a layer is small."""
 
 
-def make_checkpoint(folder: Path, nbytes: int, experts: int) -> None:
-    """A bfloat16 checkpoint of at least `nbytes`, in files of 1 GB; its values are random and repeat every 64 MiB."""
+def make_checkpoint(folder: Path, nbytes: int, experts: int, *, vocabulary: int = SHAPE["vocab_size"]) -> None:
+    """A bfloat16 checkpoint of at least `nbytes`, in files of at most 1 GB; its values repeat every 64 MiB."""
     import torch
     from transformers import Qwen3MoeConfig
 
     from megatron_treeopsd.weights.families import weights_of
     from megatron_treeopsd.weights.folder import divide
+    from megatron_treeopsd.weights.safetensors_file import NAMES
     from megatron_treeopsd.weights.source import INDEX
-    from megatron_treeopsd.weights.writer import SafetensorsWriter, TensorInfo
+    from megatron_treeopsd.weights.writer import TensorInfo
 
+    shape = {**SHAPE, "vocab_size": vocabulary}
     layers = 0
     tensors: list[TensorInfo] = []
     while sum(tensor.nbytes for tensor in tensors) < nbytes:
         layers += 1
         config = Qwen3MoeConfig(
-            **SHAPE, num_hidden_layers=layers, num_experts=experts, tie_word_embeddings=False,
+            **shape, num_hidden_layers=layers, num_experts=experts, tie_word_embeddings=False,
             architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
         )  # fmt: skip
         tensors = [
-            TensorInfo(name, shape, torch.bfloat16)
+            TensorInfo(name, size, torch.bfloat16)
             for weight in weights_of(config)
-            for name, shape in zip(weight.hf, weight.shapes, strict=True)
+            for name, size in zip(weight.hf, weight.shapes, strict=True)
         ]
-    noise = torch.randn(2**25 + 2**20).mul_(0.02).bfloat16()
+    noise = torch.randn(2**25).mul_(0.02).bfloat16()
+    raw = memoryview(noise.view(torch.uint8).numpy())
     folder.mkdir()
     files = divide(tensors, 10**9)
-    for number, (file, members) in enumerate(files.items()):
-        with SafetensorsWriter(folder / file, members) as writer:
-            for i, tensor in enumerate(members):
-                start = (i * 7919 + number) % 2**20
-                values = noise[start:].repeat(-(-tensor.nbytes // 2 // 2**25))[: tensor.nbytes // 2]
-                writer.write(tensor.name, values.view(tensor.shape))
+    for file, members in files.items():
+        header, end = {}, 0
+        for tensor in members:
+            entry = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes)}
+            header[tensor.name] = entry
+            end += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / file, "wb") as handle:
+            handle.write(len(text).to_bytes(8, "little") + text)
+            while end:
+                end -= handle.write(raw[:end])
     weight_map = {tensor.name: file for file, members in files.items() for tensor in members}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     if len(files) == 1:
@@ -111,6 +125,7 @@ def copy(source: Path, destination: Path) -> dict[str, float]:
 
 
 def convert(direction: str, source: Path, destination: Path, layout: dict[str, int]) -> dict[str, float]:
+    """What a conversion in a process of its own took."""
     done = subprocess.run(
         [sys.executable, "-c", WORKER, direction, str(source), str(destination), json.dumps(layout)],
         stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -131,7 +146,7 @@ def warm(folder: Path) -> None:
                     pass
 
 
-def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int], quiet: bool) -> dict[str, Any]:
+def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int]) -> dict[str, Any]:
     """Both directions and both copies, `rounds` times."""
     megatron = scratch / "megatron"
     convert("to_megatron", source, megatron, layout)  # a first time, for something to convert back
@@ -145,9 +160,8 @@ def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int],
                 arms[arm] = copy(folder, target) if arm == "copy" else convert(direction, folder, target, layout)
                 shutil.rmtree(target)
             found[direction].append(arms)
-            if not quiet:
-                shown = ", ".join(f"{arm} {values['seconds']:.2f} s" for arm, values in sorted(arms.items()))
-                print(f"  round {number} {direction:<12} {shown}", file=sys.stderr, flush=True)
+            shown = ", ".join(f"{arm} {values['seconds']:.2f} s" for arm, values in sorted(arms.items()))
+            print(f"  round {number} {direction:<12} {shown}", file=sys.stderr, flush=True)
     nbytes = {"to_megatron": size_of(source), "to_hf": size_of(megatron)}
     shutil.rmtree(megatron)
     return {direction: summarise(arms, nbytes[direction]) for direction, arms in found.items()}
@@ -169,6 +183,8 @@ def summarise(rounds: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
         "cpu_seconds": round(median("convert", "cpu_seconds"), 3),
         "cp_seconds": round(median("copy", "seconds"), 3),
         "cp_synced_seconds": round(median("copy", "seconds") + median("copy", "sync_seconds"), 3),
+        "seconds_per_gb": round(median("convert", "seconds") / nbytes * 1e9, 3),
+        "cpu_seconds_per_gb": round(median("convert", "cpu_seconds") / nbytes * 1e9, 3),
         "vs_cp": round(statistics.median(plain), 3),
         "vs_cp_rounds": [round(value, 3) for value in plain],
         "vs_cp_synced": round(statistics.median(synced), 3),
@@ -177,22 +193,30 @@ def summarise(rounds: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
 
 
 def result(by_size: dict[float, dict[str, Any]]) -> dict[str, Any]:
-    """The JSON object: ratios of the largest size, and cost per byte of every size."""
-    largest = by_size[max(by_size)]
+    """The JSON object: ratios of the largest size, and what every size took."""
+    largest, smallest = by_size[max(by_size)], by_size[min(by_size)]
     return {
         "to_megatron_vs_cp": largest["to_megatron"]["vs_cp"],
         "to_hf_vs_cp": largest["to_hf"]["vs_cp"],
         "to_megatron_vs_cp_synced": largest["to_megatron"]["vs_cp_synced"],
         "to_hf_vs_cp_synced": largest["to_hf"]["vs_cp_synced"],
+        "to_megatron_growth": _growth(smallest["to_megatron"], largest["to_megatron"]),
+        "to_hf_growth": _growth(smallest["to_hf"], largest["to_hf"]),
         "bytes": largest["to_megatron"]["bytes"],
         "peak_rss_bytes": max(found[way]["peak_rss_bytes"] for found in by_size.values() for way in found),
         "sizes": [{"gigabytes": size, **found} for size, found in sorted(by_size.items())],
     }
 
 
+def _growth(small: dict[str, Any], large: dict[str, Any]) -> float:
+    """Processor time of a byte at the large size over that at the small one: 1 if cost is linear."""
+    return round(large["cpu_seconds_per_gb"] / max(small["cpu_seconds_per_gb"], 1e-3), 3)
+
+
 def table(found: dict[str, Any]) -> str:
     lines = [
-        f"{'':24}{'GB':>7}{'seconds':>9}{'CPU':>7}{'cp':>7}{'cp+sync':>9}{'vs cp':>7}{'vs cp+sync':>12}{'s/GB':>7}"
+        f"{'':24}{'GB':>7}{'seconds':>9}{'CPU':>7}{'cp':>7}{'cp+sync':>9}{'vs cp':>7}{'vs cp+sync':>12}"
+        f"{'s/GB':>7}{'CPU s/GB':>10}"
     ]
     for entry in found["sizes"]:
         for way in ("to_megatron", "to_hf"):
@@ -201,8 +225,12 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"{way:24}{size:>7.2f}{values['seconds']:>9.2f}{values['cpu_seconds']:>7.2f}{values['cp_seconds']:>7.2f}"
                 f"{values['cp_synced_seconds']:>9.2f}{values['vs_cp']:>7.2f}{values['vs_cp_synced']:>12.2f}"
-                f"{values['seconds'] / size:>7.2f}"
+                f"{values['seconds_per_gb']:>7.2f}{values['cpu_seconds_per_gb']:>10.2f}"
             )
+    lines.append(
+        "CPU seconds of a byte, largest over smallest: "
+        f"to_megatron {found['to_megatron_growth']:.2f}, to_hf {found['to_hf_growth']:.2f}"
+    )
     lines.append(f"peak resident memory of a conversion: {found['peak_rss_bytes'] / 1e6:.0f} MB")
     return "\n".join(lines)
 
@@ -214,21 +242,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=32, help="of a layer")
     parser.add_argument("--layout", default="{}", help='of the Megatron side, such as {"tp": 2, "ep": 4}')
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
+    parser.add_argument("--quick", action="store_true", help="100 MB, once: only whether it works")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     options = parser.parse_args(arguments)
+    vocabulary = SHAPE["vocab_size"]
+    if options.quick:
+        options.sizes, options.rounds, options.experts, vocabulary = [0.1], 1, 2, 1024
     by_size: dict[float, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=options.folder) as name:
         for size in options.sizes:
             source = Path(name) / "source"
-            make_checkpoint(source, int(size * 1e9), options.experts)
-            if not options.json:
-                print(f"{size_of(source) / 1e9:.2f} GB", file=sys.stderr, flush=True)
-            by_size[size] = measure(
-                source, Path(name), rounds=options.rounds, layout=json.loads(options.layout), quiet=options.json
-            )
+            make_checkpoint(source, int(size * 1e9), options.experts, vocabulary=vocabulary)
+            print(f"{size_of(source) / 1e9:.2f} GB", file=sys.stderr, flush=True)
+            by_size[size] = measure(source, Path(name), rounds=options.rounds, layout=json.loads(options.layout))
             shutil.rmtree(source)
     found = result(by_size)
-    print(json.dumps(found) if options.json else table(found))
+    print(table(found))
+    if options.json:
+        print(json.dumps(found))
     return 0
 
 
