@@ -1,4 +1,4 @@
-"""Device memory of the trainer that SGLang opens by a handle: no copy leaves the GPU, or the machine.
+"""Device memory of the trainer that SGLang opens by a handle: a bucket goes to the GPU once, in one piece.
 
     trainer: bucket on its GPU ── pickled handle ─► sglang_worker ── the same bytes ─► SGLang's scheduler opens it
 
