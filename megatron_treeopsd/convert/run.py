@@ -58,7 +58,7 @@ def describe(conversion: Conversion, destination: Path, here: Processes) -> Iter
 
 def expected_peak(conversion: Conversion, here: Processes) -> int:
     """Resident bytes of a process at the highest: what is loaded now, what is on its way, and the index."""
-    now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     pieces = len(conversion.tensors) + conversion.nbytes // PIECE_BYTES
     return now + BLOCKS_BYTES + INDEX_BYTES * pieces
 
@@ -83,7 +83,8 @@ def convert(
         try:
             here.on_first(lambda: durable.begin(destination))
             folder = durable.staging(destination)
-            with Watch("write", conversion.nbytes // here.size, shown=shown) as watch:
+            total = sum(tensor.nbytes for tensor in conversion.tensors) // here.size
+            with Watch("write", total, shown=shown) as watch:
                 conversion.write(folder, here, watch)
             verified: int | None = None
             logits: float | str | None = None
