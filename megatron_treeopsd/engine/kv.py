@@ -14,6 +14,7 @@ then the new prompt tokens of the rows just admitted. `Layout` says which token 
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,17 @@ ATTENTION = "treeopsd_rows"
 
 ROW_POSITIONS = 256
 """Length of a row to begin with; rows double when a request needs more."""
+
+
+def _mapped(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor in a mapping of its own.
+
+    The operating system hands out its pages when they are first touched, so unused capacity costs nothing, and gets all
+    of them back with the tensor, where an allocator may keep them.
+    """
+    size = torch.Size(shape)
+    memory = mmap.mmap(-1, size.numel() * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype, count=size.numel()).view(size)
 
 
 class KeyValueMemory:
@@ -46,16 +58,16 @@ class KeyValueMemory:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._limit = config.max_position_embeddings
         positions = min(ROW_POSITIONS, self._limit)
-        # The operating system hands out these pages when they are first touched, so unused capacity costs nothing.
-        self.pool = torch.empty(slots, layers, 2, heads, width, dtype=dtype)
-        self.pool_hidden = torch.empty(slots, config.hidden_size, dtype=dtype)
+        self.pool = _mapped(slots, layers, 2, heads, width, dtype=dtype)
+        self.pool_hidden = _mapped(slots, config.hidden_size, dtype=dtype)
         # Zeros: masked positions must be finite, since attention multiplies them by zero.
         self.rows = torch.zeros(layers, 2, rows, heads, positions, width, dtype=dtype)
         self.row_hidden = torch.zeros(rows, positions, config.hidden_size, dtype=dtype)
 
     def clear_pool(self) -> None:
         """Give the memory of the pool back to the operating system; what it held is lost."""
-        self.pool, self.pool_hidden = torch.empty_like(self.pool), torch.empty_like(self.pool_hidden)
+        self.pool = _mapped(*self.pool.shape, dtype=self.pool.dtype)
+        self.pool_hidden = _mapped(*self.pool_hidden.shape, dtype=self.pool_hidden.dtype)
 
     def reserve(self, length: int) -> None:
         """Make every row at least `length` tokens long."""
