@@ -31,10 +31,15 @@ def test_links_lead_somewhere(target: str) -> None:
 
 
 def test_the_map_names_folders_that_exist() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", README.split("## How it works")[1].split("##")[0], flags=re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
     assert len(names) > 8
     assert [name for name in names if not (REPOSITORY / "megatron_treeopsd" / name).exists()] == []
+
+
+@pytest.mark.parametrize("word", sorted(set(re.findall(r"`([a-z_]+\.[a-z_]+=[\w.]+)`", README))))
+def test_keys_in_the_text_can_be_set(word: str) -> None:
+    load_recipe([word, "steps=1", *(["engine=sglang"] if word.startswith("engine.") else [])])
 
 
 def test_there_are_commands() -> None:
