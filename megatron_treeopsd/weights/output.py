@@ -8,10 +8,10 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-WRITE_BYTES = 32 * 2**10
-"""At most this much is handed to the system at once. Linux keeps it in contiguous memory if it can, which is cheap to
-find up to eight pages (its `PAGE_ALLOC_COSTLY_ORDER`); larger pieces have cost up to three times as much as copying."""
-FLUSH_BYTES = 64 * 2**20
+WRITE_BYTES = 256 * 2**10
+"""At most this much is handed to the system at once. Linux keeps it in contiguous memory if it finds some: fewer and
+larger pieces cost less each, but beyond this size looking for them has cost several times as much as copying."""
+FLUSH_BYTES = 256 * 2**20
 """Whenever this much has come, a thread starts to get it onto the disk, so that the end need not wait for all."""
 PAGE_BYTES = 4096
 """Whole pages are copied fastest."""

@@ -12,7 +12,7 @@ import io
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -71,6 +71,9 @@ def locate(files: Files, file: Path, offset: int, length: int, dtype: torch.dtyp
         files.read_bytes(file, offset + position, into)
 
     with _naming(file, offset, length):
+        whole = Extent(file, offset, shape, dtype)
+        if whole.nbytes <= length and _is_envelope(read_at, length, around := envelope(dtype, shape)):
+            return replace(whole, offset=offset + len(around.head))
         members = _members(read_at, length)
         description, data = members.get(_DESCRIPTION), members.get(_DATA)
         if description is None or data is None or data.compress_type != zipfile.ZIP_STORED:
@@ -78,6 +81,16 @@ def locate(files: Files, file: Path, offset: int, length: int, dtype: torch.dtyp
         extent = Extent(file, offset + _start(read_at, data), shape, dtype)
         same = _contents(read_at, description) == _description(dtype, shape)
         return extent if same and data.file_size == extent.nbytes else None
+
+
+def _is_envelope(read_at: ReadAt, length: int, around: Envelope) -> bool:
+    """Whether a blob is byte for byte what this torch writes without checksums: then there is nothing to look for."""
+    if length != around.length:
+        return False
+    head, tail = bytearray(len(around.head)), bytearray(len(around.tail))
+    read_at(0, memoryview(head))
+    read_at(length - len(tail), memoryview(tail))
+    return (head, tail) == (around.head, around.tail)
 
 
 def load_whole(files: Files, file: Path, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> Tensor:
