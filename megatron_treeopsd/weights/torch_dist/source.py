@@ -217,7 +217,7 @@ class TorchDistSource:
             rows_only = extent.rows(rows.start, rows.stop)
             self._files.read_columns(rows_only, columns.start, columns.stop, into)
             return
-        held = self._last  # for the slices that come next; another thread may hold something else meanwhile
+        held = self._last  # for the slices that come next
         if held is None or held[0] != part.blob:
             path = self.folder / part.blob.file
             held = self._last = (
