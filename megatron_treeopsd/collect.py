@@ -17,7 +17,7 @@ from megatron_treeopsd import expansion as expansions
 from megatron_treeopsd import reward as rewards
 from megatron_treeopsd.engine.base import Engine, Sampling
 from megatron_treeopsd.environment.base import Environment
-from megatron_treeopsd.expansion.base import Expansion
+from megatron_treeopsd.expansion.base import Expansion, together
 from megatron_treeopsd.questions import stable_seed
 from megatron_treeopsd.reward import Reward, score_tree
 from megatron_treeopsd.tree import Question, RolloutTree
@@ -99,7 +99,7 @@ class Collector:
                 tree.check()
                 return tree
 
-            return list(await asyncio.gather(*(grow(index) for index in mine)))
+            return await together(grow(index) for index in mine)
 
         grown = list(zip(mine, asyncio.run(grow_all()), strict=True))
         everything = [item for part in self._share.exchange(grown) for item in part]

@@ -6,12 +6,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_treeopsd.engine.base import Engine, Sampling
 from megatron_treeopsd.environment.base import Environment
 from megatron_treeopsd.episode import Budgets, play
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree
+
+Result = TypeVar("Result")
 
 
 class Expansion(ABC):
@@ -128,11 +130,14 @@ class SampledExpansion(Expansion):
         """Play all trajectories of one tree. Trunks have lower chain numbers than the forks behind them."""
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Run coroutines at the same time. The first exception cancels the others and is raised as it is."""
+async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run coroutines at the same time; their results in order.
+
+    The first exception cancels the others, waits for them, and is raised as it is.
+    """
     try:
         async with asyncio.TaskGroup() as group:
-            for coroutine in coroutines:
-                group.create_task(coroutine)
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+        return [task.result() for task in tasks]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
