@@ -10,10 +10,12 @@ turn:
 A conversion is timed in a process of its own, from opening the folder until the result is synced to the disk and has
 its name; what Python takes to start and to import is not counted. `cp` is timed from its start to its end; it leaves
 its data to be written later, so the time of syncing them is measured too and a second ratio counts it: that one
-compares like with like. All files are in the page cache when they are read, in either arm, and tensors of the source
-start where other programs put them, not on pages. Rates are bytes of the source over seconds, ratios medians over the
-rounds; processor time tells more where others use the machine. The largest size gives the ratios; the others show that
-cost grows linearly: `growth` is the cost of a byte at the largest size over that at the smallest.
+compares like with like. All files are in the page cache when they are read, in either arm, and what the arm before has
+written is removed just before: a virtual machine that gives free memory back to its host takes it again slowly, page by
+page, so an arm that starts some seconds later, when Python has been started, would pay for that alone. Tensors of the
+source start where other programs put them, not on pages. Rates are bytes of the source over seconds, ratios medians
+over the rounds; processor time tells more where others use the machine. The largest size gives the ratios; the others
+show that cost grows linearly: `growth` is the cost of a byte at the largest size over that at the smallest.
 
 Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
 libraries, no checkpoint), not the page cache.
@@ -44,6 +46,8 @@ from megatron_treeopsd.convert.to_megatron import ToMegatron
 from megatron_treeopsd.weights.families import read_config
 direction, source, destination, layout = sys.argv[1:]
 read_config(Path(source))  # imports transformers
+print("ready", flush=True)
+sys.stdin.readline()
 begin, cpu = time.perf_counter(), time.process_time()
 conversion = (
     ToMegatron(Path(source), dtype=None, **json.loads(layout))
@@ -125,13 +129,23 @@ def copy(source: Path, destination: Path) -> dict[str, float]:
     return {"seconds": copied - begin, "sync_seconds": time.perf_counter() - copied}
 
 
-def convert(direction: str, source: Path, destination: Path, layout: dict[str, int]) -> dict[str, float]:
-    """What a conversion in a process of its own took."""
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, direction, str(source), str(destination), json.dumps(layout)],
-        stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+class Conversion:
+    """A process that has started, and converts when it is told to."""
+
+    def __init__(self, direction: str, source: Path, destination: Path, layout: dict[str, int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, direction, str(source), str(destination), json.dumps(layout)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def run(self) -> dict[str, float]:
+        """What it took. Raises `CalledProcessError` if it failed."""
+        output, _ = self._process.communicate("go\n")
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, "convert")
+        return json.loads(output.splitlines()[-1])
 
 
 def size_of(folder: Path) -> int:
@@ -149,22 +163,23 @@ def warm(folder: Path) -> None:
 
 def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int]) -> dict[str, Any]:
     """Both directions and both copies, `rounds` times."""
-    megatron = scratch / "megatron"
-    convert("to_megatron", source, megatron, layout)  # a first time, for something to convert back
+    megatron, target = scratch / "megatron", scratch / "out"
+    Conversion("to_megatron", source, megatron, layout).run()  # a first time, for something to convert back
     found: dict[str, list[dict[str, Any]]] = {"to_megatron": [], "to_hf": []}
     for number in range(rounds):
         for direction, folder in (("to_megatron", source), ("to_hf", megatron)):
             arms: dict[str, dict[str, float]] = {}
+            conversion = Conversion(direction, folder, target, layout)
             for arm in ("copy", "convert") if number % 2 else ("convert", "copy"):
+                shutil.rmtree(target, ignore_errors=True)
                 warm(folder)
-                target = scratch / "out"
-                arms[arm] = copy(folder, target) if arm == "copy" else convert(direction, folder, target, layout)
-                shutil.rmtree(target)
+                arms[arm] = copy(folder, target) if arm == "copy" else conversion.run()
             found[direction].append(arms)
             shown = ", ".join(f"{arm} {values['seconds']:.2f} s" for arm, values in sorted(arms.items()))
             print(f"  round {number} {direction:<12} {shown}", file=sys.stderr, flush=True)
     nbytes = {"to_megatron": size_of(source), "to_hf": size_of(megatron)}
     shutil.rmtree(megatron)
+    shutil.rmtree(target)
     return {direction: summarise(arms, nbytes[direction]) for direction, arms in found.items()}
 
 
