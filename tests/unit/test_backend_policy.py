@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from backend_models import (
 from transformers import AutoConfig, PreTrainedModel
 
 from megatron_treeopsd import weights
-from megatron_treeopsd.backend import parallel
 from megatron_treeopsd.backend.model import build_model, check_model
 from megatron_treeopsd.backend.parallel import ParallelState, check_world
 from megatron_treeopsd.backend.policy import NonFiniteError, Policy
@@ -32,12 +30,6 @@ from megatron_treeopsd.objective import BernoulliKL, Clipped, Likelihood
 from megatron_treeopsd.objective.base import Objective, Report, TurnTable
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[ParallelState]:
-    yield parallel.initialize(Layout(), seed=1)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_treeopsd.backend import checkpoint, parallel
 from megatron_treeopsd.backend.checkpoint import CheckpointError
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.backend.state import pieces, step_counts
-from megatron_treeopsd.config import Layout
 
 pytestmark = pytest.mark.fast
 
@@ -31,12 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "bfloat16_distributed": {"model": {"dtype": "bfloat16"}, "layout": {"distributed_optimizer": True}},
 }
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[parallel.ParallelState]:
-    yield parallel.initialize(Layout(), seed=1)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

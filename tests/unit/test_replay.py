@@ -6,7 +6,6 @@ test_tree_layouts.py, method "replayed").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trees import random_tree, with_random_routes
 
-from megatron_treeopsd.backend import parallel
 from megatron_treeopsd.backend.parallel import ParallelState
 from megatron_treeopsd.backend.policy import Policy
 from megatron_treeopsd.batch.pack import TrainedTree, pack
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.pieces import cut
-from megatron_treeopsd.config import Layout, RecipeError
+from megatron_treeopsd.config import RecipeError
 from megatron_treeopsd.learn import Learner
 from megatron_treeopsd.objective import BernoulliKL
 from megatron_treeopsd.routes import UNROUTED, add_routes
 from megatron_treeopsd.tree import RolloutTree, TreeError
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[ParallelState]:
-    yield parallel.initialize(Layout(), seed=1)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

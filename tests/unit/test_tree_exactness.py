@@ -6,7 +6,6 @@ mistakes that have to be seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,22 +15,15 @@ import torch
 from backend_models import make_policy
 from exactness import UNCUT, MiniBatch, build, cases, difference, float64, gradients
 
-from megatron_treeopsd.backend import parallel
 from megatron_treeopsd.backend.parallel import ParallelState
 from megatron_treeopsd.batch.packed import PackedTrees
 from megatron_treeopsd.batch.weights import loss_weights
-from megatron_treeopsd.config import Layout, Update
+from megatron_treeopsd.config import Update
 from megatron_treeopsd.objective import BernoulliKL, Clipped
 
 pytestmark = pytest.mark.fast
 
 METHODS = ["bernoulli_kl", "clipped_turn_sum", "clipped_token", "replayed"]
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[ParallelState]:
-    yield parallel.initialize(Layout(), seed=1)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import random
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ from megatron_treeopsd.weights.source import Source
 pytestmark = pytest.mark.fast
 
 SINGLE = "model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def state() -> Iterator[parallel.ParallelState]:
-    yield parallel.initialize(Layout(), seed=1)
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

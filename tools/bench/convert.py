@@ -10,12 +10,14 @@ turn:
 A conversion is timed in a process of its own, from opening the folder until the result is synced to the disk and has
 its name; what Python takes to start and to import is not counted. `cp` is timed from its start to its end; it leaves
 its data to be written later, so the time of syncing them is measured too and a second ratio counts it: that one
-compares like with like. All files are in the page cache when they are read, in either arm, and what the arm before has
-written is removed just before: a virtual machine that gives free memory back to its host takes it again slowly, page by
-page, so an arm that starts some seconds later, when Python has been started, would pay for that alone. Tensors of the
-source start where other programs put them, not on pages. Rates are bytes of the source over seconds, ratios medians
-over the rounds; processor time tells more where others use the machine. The largest size gives the ratios; the others
-show that cost grows linearly: `growth` is the cost of a byte at the largest size over that at the smallest.
+compares like with like. All files are in the page cache when they are read, in either arm. What the arm before has
+written is removed just before either, so that neither begins seconds later, when Python has been started, with memory
+that was free for longer: a virtual machine may have given that back to its host. Tensors of the source start where
+other programs put them, not on pages.
+
+Rates are bytes of the source over seconds, ratios medians over the rounds; processor time tells more where others use
+the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the cost of a byte at the
+largest size over that at the smallest.
 
 Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
 libraries, no checkpoint), not the page cache.
