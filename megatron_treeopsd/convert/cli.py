@@ -52,7 +52,8 @@ def _arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     if name == "to-hf":
-        parser.add_argument("--shard-size", type=_bytes, default="5GB", help="largest file, such as 5GB (default)")
+        text = "largest file, such as 5GB (default: that, or a quarter of the model if it is less)"
+        parser.add_argument("--shard-size", type=_bytes, help=text)
         parser.add_argument("--hf-config", type=Path, help="folder of config.json and tokenizer, if not in the source")
 
 

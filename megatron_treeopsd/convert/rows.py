@@ -14,7 +14,7 @@ from megatron_treeopsd.weights.torch_dist.grid import Region, Slot, fill
 from megatron_treeopsd.weights.writer import TensorInfo, row_blocks
 
 Write = Callable[[int, memoryview], None]
-COPY_BYTES = 256 * 2**10
+COPY_BYTES = 512 * 2**10
 """Copied at a time where nothing is converted: what was read is still in the processor's cache when it is written."""
 BLOCK_BYTES = 2**20
 """Read, converted and written at a time elsewhere (single rows may be larger)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import RowCopier
+from megatron_treeopsd.convert.side_by_side import files_for, side_by_side
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights.families import read_config, weights_of
 from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide
@@ -34,10 +35,11 @@ class ToHuggingFace:
         folder: Path,
         *,
         dtype: torch.dtype | None,
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
         companions: Path | None = None,
     ) -> None:
-        """dtype: of all tensors; None leaves each as it is. shard_bytes: of a file, if no single tensor is larger.
+        """dtype: of all tensors; None leaves each as it is. shard_bytes: of a file, if no single tensor is larger;
+        None: 5 GB, or less so that there are a few files to be written side by side.
         companions: folder of config, tokenizer and chat template, if they do not lie in `folder`.
 
         Raises `WeightsError` for a folder that is no whole checkpoint of a known architecture.
@@ -65,6 +67,8 @@ class ToHuggingFace:
             for weight in weights
             for name, shape in zip(weight.hf, weight.shapes, strict=True)
         ]
+        if shard_bytes is None:
+            shard_bytes = min(SHARD_BYTES, -(-self.nbytes // files_for(self.nbytes)))
         self.files = divide(self.tensors, shard_bytes)
 
     @property
@@ -85,16 +89,15 @@ class ToHuggingFace:
     def write(self, folder: Path, here: Processes, watch: Watch) -> None:
         """Fill an empty folder. Collective: each process writes its share of the files."""
 
-        def write_mine() -> None:
+        def write_file(file: str, members: Sequence[TensorInfo]) -> None:
             copier = RowCopier(self.source, watch)
-            for number, (file, members) in enumerate(self.files.items()):
-                if here.mine(number):
-                    with SafetensorsWriter(folder / file, members) as writer:
-                        for tensor in members:
-                            write = partial(writer.write_bytes, tensor.name)
-                            copier.copy(tensor.name, (0, tensor.shape[0]), tensor.dtype, write)
+            with SafetensorsWriter(folder / file, members) as writer:
+                for tensor in members:
+                    write = partial(writer.write_bytes, tensor.name)
+                    copier.copy(tensor.name, (0, tensor.shape[0]), tensor.dtype, write)
 
-        here.together(write_mine)
+        mine = [partial(write_file, *file) for number, file in enumerate(self.files.items()) if here.mine(number)]
+        here.together(lambda: side_by_side(mine, watch))
         here.on_first(lambda: complete(folder, self.files, self.companions))
 
     def read_back(self, folder: Path) -> Source:

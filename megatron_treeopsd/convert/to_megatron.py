@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ import torch
 from megatron_treeopsd.convert.cut import Cut
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import BLOCK_BYTES, RowCopier
+from megatron_treeopsd.convert.side_by_side import files_for, side_by_side
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights import durable
 from megatron_treeopsd.weights.extent import bytes_of
@@ -44,6 +46,7 @@ class ToMegatron:
         source: what is read.
         tensors: all of it, with the dtypes that are written.
         places, dtypes: where each weight lies among the global tensors, and what it is stored as.
+        parts: of `places`, of about equal size, each the work of one thread; which one a place belongs to.
         cut: the layout.
     """
 
@@ -69,6 +72,7 @@ class ToMegatron:
             for name, shape in zip(weight.hf, weight.shapes, strict=True)
         ]
         self.dtypes = self._dtypes(dtype)
+        self.parts = self._parts()
 
     def _dtypes(self, dtype: torch.dtype | None) -> list[torch.dtype]:
         stored = self.source.dtypes
@@ -88,19 +92,37 @@ class ToMegatron:
         for part, region in pieces(place, self.cut.size(place.weight), dtype.itemsize, PIECE_BYTES):
             yield self.cut.rank(place.weight, part), region
 
+    def _parts(self) -> list[int]:
+        sizes = [math.prod(place.shape[len(place.lead) :]) * dtype.itemsize for place, dtype in self._typed_places]
+        total, ends = sum(sizes), itertools.accumulate(sizes)
+        count = files_for(total)
+        return [(2 * end - size) * count // (2 * total) for end, size in zip(ends, sizes, strict=True)]
+
+    @property
+    def _typed_places(self) -> Iterator[tuple[Slot, torch.dtype]]:
+        return zip(self.places, self.dtypes, strict=True)
+
     @cached_property
-    def bytes_by_rank(self) -> dict[int, int]:
-        """Rank -> bytes of its file."""
-        found: Counter[int] = Counter(dict.fromkeys(range(self.cut.ranks), 0))
-        for place, dtype in zip(self.places, self.dtypes, strict=True):
+    def bytes_by_file(self) -> dict[tuple[int, int], int]:
+        """(rank, part) -> bytes of its file."""
+        found: Counter[tuple[int, int]] = Counter()
+        for (place, dtype), part in zip(self._typed_places, self.parts, strict=True):
             for rank, region in self._pieces(place, dtype):
                 around = envelope(dtype, place.box(region)[1])
-                found[rank] = start_of(found[rank], around) + around.length
+                found[rank, part] = start_of(found[rank, part], around) + around.length
+        return dict(found)
+
+    @property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Rank -> bytes of its files."""
+        found: Counter[int] = Counter()
+        for (rank, _), nbytes in self.bytes_by_file.items():
+            found[rank] += nbytes
         return dict(found)
 
     @property
     def nbytes(self) -> int:
-        return sum(self.bytes_by_rank.values())
+        return sum(self.bytes_by_file.values())
 
     def describe(self) -> Iterator[tuple[str, str]]:
         """(what, which) for people."""
@@ -133,14 +155,20 @@ class ToMegatron:
         """
         target = folder / NAME
 
-        def write_mine() -> list[Record]:
-            sizes = {rank: size for rank, size in self.bytes_by_rank.items() if here.mine(rank)}
-            with PieceWriter(target, sizes) as writer:
-                self._write_pieces(writer, RowCopier(self.source, watch), here)
+        parts = 1 + max(self.parts)
+
+        def write_part(part: int) -> list[Record]:
+            sizes = {rank: size for (rank, of), size in self.bytes_by_file.items() if of == part and here.mine(rank)}
+            with PieceWriter(target, part, sizes) as writer:
+                self._write_pieces(part, writer, RowCopier(self.source, watch), here)
             return writer.records
 
+        def write_mine() -> list[Record]:
+            written = side_by_side([partial(write_part, part) for part in range(parts)], watch)
+            return [record for records in written for record in records]
+
         def finish() -> None:
-            complete(target, self.places, [record for part in records for record in part])
+            complete(target, self.places, [record for found in records for record in found], parts=parts)
             (folder / TRACKER).write_text(f"{NAME}\n")
             copy_companions(self.folder, folder, self.dtypes[0])
             durable.sync(folder)
@@ -149,8 +177,10 @@ class ToMegatron:
         records = here.together(write_mine)
         here.on_first(finish)
 
-    def _write_pieces(self, writer: PieceWriter, copier: RowCopier, here: Processes) -> None:
-        for place, dtype in zip(self.places, self.dtypes, strict=True):
+    def _write_pieces(self, part: int, writer: PieceWriter, copier: RowCopier, here: Processes) -> None:
+        for (place, dtype), of in zip(self._typed_places, self.parts, strict=True):
+            if of != part:
+                continue
             mine = [(rank, piece) for rank, piece in self._pieces(place, dtype) if here.mine(rank)]
             by_columns = place.weight.split == 1 and self.cut.size(place.weight) > 1
             for _, group in itertools.groupby(mine, key=lambda part: part[1].rows if by_columns else part):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import BLOCK_BYTES
+from megatron_treeopsd.convert.side_by_side import THREADS, side_by_side
 from megatron_treeopsd.convert.watch import Watch
 from megatron_treeopsd.weights.rules import WeightsError, listing
 from megatron_treeopsd.weights.source import TensorSource
@@ -23,16 +25,21 @@ class VerificationError(WeightsError):
 
 
 def compare(
-    source: TensorSource, written: TensorSource, tensors: Iterable[TensorInfo], here: Processes, watch: Watch
+    source: TensorSource, written: TensorSource, tensors: Sequence[TensorInfo], here: Processes, watch: Watch
 ) -> int:
     """Compare all tensors, after conversion to the dtype that they should have; collective. Returns their number.
 
     Raises `VerificationError` listing those that differ, on every process.
     """
 
+    mine = [tensor for number, tensor in enumerate(tensors) if here.mine(number)]
+
+    def problems_of(part: Sequence[TensorInfo]) -> list[str]:
+        return [problem for tensor in part if (problem := _problem(source, written, tensor, watch))]
+
     def compare_mine() -> tuple[int, list[str]]:
-        mine = [tensor for number, tensor in enumerate(tensors) if here.mine(number)]
-        return len(mine), [problem for tensor in mine if (problem := _problem(source, written, tensor, watch))]
+        parts = [partial(problems_of, mine[number::THREADS]) for number in range(THREADS)]
+        return len(mine), [problem for found in side_by_side(parts, watch) for problem in found]
 
     results = here.together(compare_mine)
     if problems := [problem for _, found in results for problem in found]:

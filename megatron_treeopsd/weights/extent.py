@@ -7,6 +7,7 @@ the whole checkpoint.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,19 +47,21 @@ class Extent:
 
 
 class Files:
-    """Open files of a reader."""
+    """Open files of a reader; several threads may use them."""
 
     def __init__(self) -> None:
+        self._opening = threading.Lock()
         self._handles: dict[Path, int] = {}
 
     def handle(self, file: Path) -> int:
         """The descriptor of a file, opened when first asked for. Raises `WeightsError` if it cannot be opened."""
-        if file not in self._handles:
-            try:
-                self._handles[file] = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise WeightsError(f"{file}: cannot be opened: {error.strerror}") from None
-        return self._handles[file]
+        with self._opening:
+            if file not in self._handles:
+                try:
+                    self._handles[file] = os.open(file, os.O_RDONLY)
+                except OSError as error:
+                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}") from None
+            return self._handles[file]
 
     def read(self, extent: Extent, into: Tensor) -> None:
         """Fill `into`, contiguous and of the extent's dtype and number of elements."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-WRITE_BYTES = 256 * 2**10
+WRITE_BYTES = 512 * 2**10
 """At most this much is handed to the system at once. Linux keeps it in contiguous memory if it finds some: fewer and
 larger pieces cost less each, but beyond this size looking for them has cost several times as much as copying."""
-FLUSH_BYTES = 256 * 2**20
-"""Whenever this much has come, a thread starts to get it onto the disk, so that the end need not wait for all."""
+FLUSH_BYTES = 32 * 2**20
+"""Whenever this much has come, the system is told to begin getting it onto the disk, so that the end need not wait for
+all of it."""
 PAGE_BYTES = 4096
 """Whole pages are copied fastest."""
 
-_fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # os.posix_fallocate writes to each page where it must emulate
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = _libc.fallocate  # os.posix_fallocate writes to each page where it must emulate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_sync_file_range = _libc.sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_BEGIN = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
 
 
 class Output:
@@ -30,8 +34,6 @@ class Output:
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._thread = ThreadPoolExecutor(1, "flush")
-        self._flushing: Future[None] | None = None
         self._unflushed = 0
         try:
             _reserve(self._handle, nbytes, path)
@@ -45,25 +47,17 @@ class Output:
         while done < size:
             done += os.pwrite(self._handle, view[done : done + WRITE_BYTES], offset + done)
         self._unflushed += size
-        if self._unflushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
-            self._settle()
-            self._flushing = self._thread.submit(os.fdatasync, self._handle)
+        if self._unflushed >= FLUSH_BYTES:
+            _sync_file_range(self._handle, 0, 0, _BEGIN)  # a hint, of which nothing depends; `finish` tells of failures
             self._unflushed = 0
 
     def finish(self) -> None:
         """Return when all of it is on the disk."""
-        self._settle()
         os.fsync(self._handle)
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
-        self._thread.shutdown()
         os.close(self._handle)
-
-    def _settle(self) -> None:
-        flushing, self._flushing = self._flushing, None
-        if flushing is not None:
-            flushing.result()
 
 
 def _reserve(handle: int, nbytes: int, path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_treeopsd.convert import side_by_side
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.run import convert
 from megatron_treeopsd.convert.to_hf import ToHuggingFace
@@ -138,7 +139,8 @@ def killed_at_random(case: Case) -> None:
 
 
 def main(root: Path) -> None:
-    os.fsync = os.fdatasync = lambda _: None  # a killed process takes no written page with it; only a dead machine does
+    side_by_side.FILE_BYTES = 50_000  # so that several threads write
+    os.fsync = lambda _: None  # a killed process takes no written page with it; only a dead machine does
     hf = {name: root / name for name in ("old", "new")}
     megatron = {name: root / f"{name}_megatron" for name in hf}
     for name, folder in megatron.items():

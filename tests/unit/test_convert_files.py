@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from safetensors.torch import load_file
 
+from megatron_treeopsd.convert import side_by_side
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.run import convert
+from megatron_treeopsd.convert.to_hf import ToHuggingFace
 from megatron_treeopsd.convert.to_megatron import ToMegatron
-from megatron_treeopsd.convert.watch import Watch
+from megatron_treeopsd.convert.watch import Stopped, Watch
 from megatron_treeopsd.weights import output
 from megatron_treeopsd.weights.output import WRITE_BYTES, Output
 
@@ -28,16 +33,125 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def make(conversion: ToMegatron | ToHuggingFace, destination: Path, *, verify: bool = False) -> None:
+    convert(conversion, destination, Processes(), overwrite=False, verify=verify, progress=False)
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the checkpoint were large enough to be divided."""
+    monkeypatch.setattr(side_by_side, "FILE_BYTES", 20_000)
+
+
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 4}])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_bytes_of_a_rank_are_those_of_its_file(
-    source: Path, layout: dict[str, int], dtype: torch.dtype | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_bytes_of_a_rank_are_those_of_its_files(
+    source: Path, layout: dict[str, int], dtype: torch.dtype | None, parts: int, tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    if parts > 1:
+        request.getfixturevalue("divided")
     conversion = ToMegatron(source, dtype=dtype, **layout)
-    convert(conversion, tmp_path / "m", Processes(), overwrite=False, verify=False, progress=False)
-    files = {file.name: file.stat().st_size for file in (tmp_path / "m" / "release").glob("*_0.distcp")}
-    assert {f"__{rank}_0.distcp": size for rank, size in conversion.bytes_by_rank.items()} == files
-    assert len(files) == conversion.cut.ranks
+    make(conversion, tmp_path / "m")
+    files = {file.name: file.stat().st_size for file in (tmp_path / "m" / "release").glob("*.distcp")}
+    del files[f"__0_{parts}.distcp"]  # what is no tensor
+    assert {f"__{rank}_{part}.distcp": size for (rank, part), size in conversion.bytes_by_file.items()} == files
+    assert list(conversion.bytes_by_rank) == list(range(conversion.cut.ranks))
+    assert sum(conversion.bytes_by_rank.values()) == sum(files.values()) == conversion.nbytes
+    by_part = [sum(size for (_, of), size in conversion.bytes_by_file.items() if of == part) for part in range(parts)]
+    assert max(by_part) < 2 * min(by_part)
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_checkpoint_is_divided_by_its_size_alone(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One core writes what four write, and both sides are equal bit for bit."""
+    for cores in (1, 4):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        make(ToMegatron(source, dtype=None, tp=2, ep=2), tmp_path / f"m{cores}", verify=True)
+        make(ToHuggingFace(tmp_path / f"m{cores}", dtype=None), tmp_path / f"hf{cores}", verify=True)
+    assert contents(tmp_path / "m1") == contents(tmp_path / "m4")
+    assert contents(tmp_path / "hf1") == contents(tmp_path / "hf4")
+    original = load_file(source / "model.safetensors")
+    files = list((tmp_path / "hf4").glob("*.safetensors"))
+    assert 4 <= len(files) <= 5
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == original.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "files"), [(0, 1), (10**6, 1), (3 * 2**28 - 1, 2), (3 * 2**28, 3), (4 * 10**9, 4), (61 * 10**9, 4)]
+)
+def test_how_many_files_are_enough(nbytes: int, files: int) -> None:
+    assert side_by_side.files_for(nbytes) == files
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize(("given", "files"), [(None, 4), (10**9, 1)])
+def test_a_size_that_is_given_is_kept(source: Path, tmp_path: Path, given: int | None, files: int) -> None:
+    make(ToMegatron(source, dtype=None), tmp_path / "m")
+    conversion = ToHuggingFace(tmp_path / "m", dtype=None, shard_bytes=given)
+    assert files <= len(conversion.files) <= 1.25 * files
+
+
+def test_one_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copies without end, one fails, and one never begins."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    watch, begun, ended = Watch("test", 0, shown=False), threading.Event(), threading.Event()
+    before = torch.get_num_threads()
+
+    def endless() -> None:
+        try:
+            while True:
+                watch.saw(("a",), torch.ones(3))
+                begun.set()
+        except Stopped:
+            ended.set()
+            raise
+
+    def failing() -> None:
+        begun.wait()
+        raise OSError(errno.ENOSPC, "no room")
+
+    late: list[int] = []
+    with pytest.raises(OSError, match="no room"):
+        side_by_side.side_by_side([endless, failing, endless, lambda: late.append(1)], watch)
+    assert ended.is_set()
+    assert not late
+    assert torch.get_num_threads() == before
+
+
+def test_results_come_in_order_and_a_thread_has_one_core() -> None:
+    watch = Watch("test", 0, shown=False)
+
+    def task(number: int) -> tuple[int, int]:
+        return number, torch.get_num_threads()
+
+    tasks = [partial(task, number) for number in range(9)]
+    assert side_by_side.side_by_side(tasks, watch) == [(number, 1) for number in range(9)]
+
+
+def test_threads_count_together() -> None:
+    watch = Watch("test", 0, shown=False)
+    values = torch.tensor([1.0, math.nan])
+
+    def task() -> None:
+        for _ in range(2000):
+            watch.saw(("a",), values)
+
+    threads = [threading.Thread(target=task) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert watch.not_finite == {"a": 8000}
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

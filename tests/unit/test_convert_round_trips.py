@@ -47,7 +47,6 @@ FORMS: dict[str, dict[str, Any]] = {
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of small folders are written here; that they are synced is not what these tests look at."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 
 def to_megatron(source: Path, destination: Path, dtype: torch.dtype | None = None, **layout: int) -> Report:

@@ -8,16 +8,18 @@ turn:
     cp SOURCE      to-megatron SOURCE      cp MEGATRON      to-hf MEGATRON      cp SOURCE ...
 
 A conversion is timed in a process of its own, from opening the folder until the result is synced to the disk and has
-its name; what Python takes to start and to import is not counted. `cp` is timed from its start to its end; it leaves
-its data to be written later, so the time of syncing them is measured too and a second ratio counts it: that one
-compares like with like. All files are in the page cache when they are read, in either arm. What the arm before has
-written is removed just before either, so that neither begins seconds later, when Python has been started, with memory
-that was free for longer: a virtual machine may have given that back to its host. Tensors of the source start where
-other programs put them, not on pages.
+its name; what Python takes to start and to import is not counted. It uses up to four cores, `cp` one. `cp` is timed
+from its start to its end; it leaves its data to be written later, so the time of syncing them is measured too and a
+second ratio counts it: that one compares like with like. All files are in the page cache when they are read, in either
+arm. What the arm before has written is removed just before either, so that neither begins seconds later, when Python
+has been started, with memory that was free for longer: a virtual machine may have given that back to its host. Tensors
+of the source start where other programs put them, not on pages.
 
 Rates are bytes of the source over seconds, ratios medians over the rounds; processor time tells more where others use
-the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the cost of a byte at the
-largest size over that at the smallest.
+the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the processor time of a
+byte at the largest size over that at the smallest, each from the round with the least, because what else happens on a
+machine only adds. What does not vary is counted: bytes read and written for each byte of the model, and calls of the
+system.
 
 Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
 libraries, no checkpoint), not the page cache.
@@ -50,7 +52,9 @@ direction, source, destination, layout = sys.argv[1:]
 read_config(Path(source))  # imports transformers
 print("ready", flush=True)
 sys.stdin.readline()
-begin, cpu = time.perf_counter(), time.process_time()
+def asked():
+    return {key: int(value) for key, value in re.findall(r"(\\w+): (\\d+)", Path("/proc/self/io").read_text())}
+begin, cpu, before = time.perf_counter(), time.process_time(), asked()
 conversion = (
     ToMegatron(Path(source), dtype=None, **json.loads(layout))
     if direction == "to_megatron"
@@ -60,6 +64,7 @@ convert(conversion, Path(destination), Processes(), overwrite=False, verify=Fals
 print(json.dumps({
     "seconds": time.perf_counter() - begin,
     "cpu_seconds": time.process_time() - cpu,
+    "io": {key: value - before[key] for key, value in asked().items()},
     # What getrusage tells includes the parent, of which this process was a copy for a moment.
     "peak_rss_bytes": int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024,
 }))
@@ -191,6 +196,7 @@ def summarise(rounds: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
     def median(arm: str, what: str) -> float:
         return statistics.median(entry[arm][what] for entry in rounds)
 
+    io = rounds[0]["convert"]["io"]
     plain = [entry["copy"]["seconds"] / entry["convert"]["seconds"] for entry in rounds]
     synced = [
         (entry["copy"]["seconds"] + entry["copy"]["sync_seconds"]) / entry["convert"]["seconds"] for entry in rounds
@@ -203,6 +209,10 @@ def summarise(rounds: Sequence[dict[str, Any]], nbytes: int) -> dict[str, Any]:
         "cp_synced_seconds": round(median("copy", "seconds") + median("copy", "sync_seconds"), 3),
         "seconds_per_gb": round(median("convert", "seconds") / nbytes * 1e9, 3),
         "cpu_seconds_per_gb": round(median("convert", "cpu_seconds") / nbytes * 1e9, 3),
+        "least_cpu_seconds_per_gb": round(min(entry["convert"]["cpu_seconds"] for entry in rounds) / nbytes * 1e9, 3),
+        "read_per_byte": round(io["rchar"] / nbytes, 4),
+        "written_per_byte": round(io["wchar"] / nbytes, 4),
+        "calls_per_gb": round((io["syscr"] + io["syscw"]) / nbytes * 1e9),
         "vs_cp": round(statistics.median(plain), 3),
         "vs_cp_rounds": [round(value, 3) for value in plain],
         "vs_cp_synced": round(statistics.median(synced), 3),
@@ -228,13 +238,13 @@ def result(by_size: dict[float, dict[str, Any]]) -> dict[str, Any]:
 
 def _growth(small: dict[str, Any], large: dict[str, Any]) -> float:
     """Processor time of a byte at the large size over that at the small one: 1 if cost is linear."""
-    return round(large["cpu_seconds_per_gb"] / max(small["cpu_seconds_per_gb"], 1e-3), 3)
+    return round(large["least_cpu_seconds_per_gb"] / max(small["least_cpu_seconds_per_gb"], 1e-3), 3)
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [
         f"{'':24}{'GB':>7}{'seconds':>9}{'CPU':>7}{'cp':>7}{'cp+sync':>9}{'vs cp':>7}{'vs cp+sync':>12}"
-        f"{'s/GB':>7}{'CPU s/GB':>10}"
+        f"{'s/GB':>7}{'CPU s/GB':>10}{'read':>7}{'written':>9}{'calls/GB':>10}"
     ]
     for entry in found["sizes"]:
         for way in ("to_megatron", "to_hf"):
@@ -243,10 +253,11 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"{way:24}{size:>7.2f}{values['seconds']:>9.2f}{values['cpu_seconds']:>7.2f}{values['cp_seconds']:>7.2f}"
                 f"{values['cp_synced_seconds']:>9.2f}{values['vs_cp']:>7.2f}{values['vs_cp_synced']:>12.2f}"
-                f"{values['seconds_per_gb']:>7.2f}{values['cpu_seconds_per_gb']:>10.2f}"
+                f"{values['seconds_per_gb']:>7.2f}{values['cpu_seconds_per_gb']:>10.2f}{values['read_per_byte']:>7.3f}"
+                f"{values['written_per_byte']:>9.3f}{values['calls_per_gb']:>10}"
             )
     lines.append(
-        "CPU seconds of a byte, largest over smallest: "
+        "least CPU seconds of a byte, largest size over smallest: "
         f"to_megatron {found['to_megatron_growth']:.2f}, to_hf {found['to_hf_growth']:.2f}"
     )
     lines.append(f"peak resident memory of a conversion: {found['peak_rss_bytes'] / 1e6:.0f} MB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class TorchDistSource:
         self._stored, objects = metadata.read(folder)
         self._files = Files()
         self._extents: dict[metadata.Blob, Extent | None] = {}
-        self._last: tuple[metadata.Blob, Tensor] | None = None
+        self._last = threading.local()  # each thread reads slices of another tensor
         self._parts: dict[str, dict[Shape, list[_Part]]] = {}
         self._found = self._find(hf_config)
         self._check(objects)
@@ -217,10 +218,10 @@ class TorchDistSource:
             rows_only = extent.rows(rows.start, rows.stop)
             self._files.read_columns(rows_only, columns.start, columns.stop, into)
             return
-        held = self._last  # for the slices that come next
+        held: tuple[metadata.Blob, Tensor] | None = getattr(self._last, "held", None)  # for the slices that come next
         if held is None or held[0] != part.blob:
             path = self.folder / part.blob.file
-            held = self._last = (
+            held = self._last.held = (
                 part.blob,
                 blob.load_whole(self._files, path, part.blob.offset, part.blob.length, dtype, part.shape),
             )

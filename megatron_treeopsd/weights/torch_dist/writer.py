@@ -41,24 +41,25 @@ def start_of(end: int, around: Envelope) -> int:
 
 
 class PieceWriter:
-    """The files of some ranks of a layout, synced at the end. Use as a context manager.
+    """The `part`-th files of some ranks of a layout, synced at the end. Use as a context manager.
 
     Room for a piece is made by `place`, in the order of the file; its bytes may come at any time. What has a place is
     in `records`, to be handed to `complete`.
     """
 
-    def __init__(self, folder: Path, sizes: Mapping[int, int]) -> None:
+    def __init__(self, folder: Path, part: int, sizes: Mapping[int, int]) -> None:
         """sizes: rank -> bytes of its file, when each piece is where `start_of` puts it."""
         self.records: list[Record] = []
-        self._folder = folder
+        self._folder, self._part = folder, part
         self._sizes = sizes
         self._files: dict[int, Output] = {}
         self._ends: dict[int, int] = {}
 
     def place(self, rank: int, slot: Slot, piece: Region, dtype: torch.dtype) -> tuple[Output, int]:
         """Room for a piece in the file of `rank`: the file, and where the piece's bytes go."""
+        name = _name(rank, self._part)
         if rank not in self._files:
-            self._files[rank] = Output(self._folder / _name(rank), self._sizes[rank])
+            self._files[rank] = Output(self._folder / name, self._sizes[rank])
         file, end = self._files[rank], self._ends.get(rank, 0)
         offsets, sizes = slot.box(piece)
         around = envelope(dtype, sizes)
@@ -67,7 +68,7 @@ class PieceWriter:
         file.write_at(start, around.head)
         file.write_at(data + around.nbytes, around.tail)
         self._ends[rank] = start + around.length
-        chunk = Chunk(offsets, sizes, Blob(_name(rank), start, around.length))
+        chunk = Chunk(offsets, sizes, Blob(name, start, around.length))
         self.records.append(Record(slot.keys, dtype, slot.shape, chunk))
         return file, data
 
@@ -85,18 +86,21 @@ class PieceWriter:
                 file.close()
 
 
-def _name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+def _name(rank: int, part: int) -> str:
+    return f"__{rank}_{part}.distcp"
 
 
-def complete(folder: Path, places: Sequence[Slot], records: Iterable[Record]) -> None:
-    """Make the pieces of all processes a checkpoint; `.metadata`, without which nothing loads it, comes last."""
+def complete(folder: Path, places: Sequence[Slot], records: Iterable[Record], *, parts: int) -> None:
+    """Make the pieces of all processes, in `parts` files of a rank, a checkpoint.
+
+    `.metadata`, without which nothing loads it, comes last.
+    """
     tensors: dict[str, StoredTensor] = {}
     for record in sorted(records, key=lambda record: (record.keys, record.chunk.offsets)):
         for key in record.keys:
             stored = tensors.setdefault(key, StoredTensor(record.dtype, record.shape, []))
             stored.chunks.append(record.chunk)
-    objects = _write_objects(folder, places)
+    objects = _write_objects(folder, places, _name(0, parts))
     (folder / "common.pt").write_bytes(_pickled(COMMON))  # where Megatron before 0.19 looks for it
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     for name in ("common.pt", "metadata.json"):
@@ -105,9 +109,8 @@ def complete(folder: Path, places: Sequence[Slot], records: Iterable[Record]) ->
     durable.sync(folder)
 
 
-def _write_objects(folder: Path, places: Sequence[Slot]) -> dict[str, Blob]:
+def _write_objects(folder: Path, places: Sequence[Slot], name: str) -> dict[str, Blob]:
     """The objects that Megatron asks for, by key; equal ones share their bytes."""
-    name = "__0_1.distcp"
     objects: dict[str, Blob] = {}
     contents: list[tuple[list[str], object]] = [
         (["common_state/shard_0_1"], COMMON),
