@@ -11,9 +11,9 @@ A conversion is timed in a process of its own, from opening the folder until the
 its name; what Python takes to start and to import is not counted. It uses up to four cores, `cp` one. `cp` is timed
 from its start to its end; it leaves its data to be written later, so the time of syncing them is measured too and a
 second ratio counts it: that one compares like with like. All files are in the page cache when they are read, in either
-arm. What the arm before has written is removed just before either, so that neither begins seconds later, when Python
-has been started, with memory that was free for longer: a virtual machine may have given that back to its host. Tensors
-of the source start where other programs put them, not on pages.
+arm. What the arm before has written is removed just before either, and free memory is touched: a virtual machine may
+have given it back to its host, and the first to use it again then pays several times what copying costs. Tensors of the
+source start where other programs put them, not on pages.
 
 Rates are bytes of the source over seconds, ratios medians over the rounds; processor time tells more where others use
 the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the processor time of a
@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -168,6 +170,13 @@ def warm(folder: Path) -> None:
                     pass
 
 
+def touch(nbytes: int) -> None:
+    """Use so much memory once, as far as it is free and nothing has to make room for it."""
+    free = int(re.search(r"MemFree:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
+    if (nbytes := min(nbytes, free - 2**30)) > 0:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
+
+
 def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int]) -> dict[str, Any]:
     """Both directions and both copies, `rounds` times."""
     megatron, target = scratch / "megatron", scratch / "out"
@@ -180,6 +189,7 @@ def measure(source: Path, scratch: Path, *, rounds: int, layout: dict[str, int])
             for arm in ("copy", "convert") if number % 2 else ("convert", "copy"):
                 shutil.rmtree(target, ignore_errors=True)
                 warm(folder)
+                touch(4 * size_of(folder))
                 arms[arm] = copy(folder, target) if arm == "copy" else conversion.run()
             found[direction].append(arms)
             shown = ", ".join(f"{arm} {values['seconds']:.2f} s" for arm, values in sorted(arms.items()))
