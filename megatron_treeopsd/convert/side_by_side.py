@@ -32,23 +32,23 @@ def files_for(nbytes: int) -> int:
 def side_by_side(tasks: Sequence[Callable[[], _T]], watch: Watch) -> list[_T]:
     """Do all tasks, as many at once as there are cores for this process; returns their results in order.
 
-    If one fails, the others stop at the next value that `watch` sees, and its error is raised when they have.
+    If one fails, the others stop at the next values that `watch` sees, and its error is raised when they have.
     """
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # each of them works on one core
     try:
         with ThreadPoolExecutor(max(1, min(THREADS, cores)), "convert") as pool:
-            futures = [pool.submit(task) for task in tasks]
             try:
+                futures = [pool.submit(task) for task in tasks]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 for future in futures:
                     if future.done() and (error := future.exception()) is not None:
                         raise error
+                return [future.result() for future in futures]
             except BaseException:
                 watch.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-            return [future.result() for future in futures]
     finally:
         torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import errno
 import math
@@ -126,6 +127,22 @@ def test_one_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.is_set()
     assert not late
     assert torch.get_num_threads() == before
+
+
+def test_an_interrupt_ends_all_threads() -> None:
+    watch, ended = Watch("test", 0, shown=False), threading.Event()
+
+    def endless() -> None:
+        try:
+            _thread.interrupt_main()
+            while True:
+                watch.saw(("a",), torch.ones(3))
+        except Stopped:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side.side_by_side([endless], watch)
+    assert ended.wait(10)
 
 
 def test_results_come_in_order_and_a_thread_has_one_core() -> None:
