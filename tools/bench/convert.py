@@ -16,9 +16,9 @@ have given it back to its host, and the first to use it again then pays several 
 source start where other programs put them, not on pages.
 
 Rates are bytes of the source over seconds, ratios medians over the rounds; processor time tells more where others use
-the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the processor time of a
-byte at the largest size over that at the smallest, each from the round with the least, because what else happens on a
-machine only adds. What does not vary is counted: bytes read and written for each byte of the model, and calls of the
+the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the cost of a byte at the
+largest size over that at the smallest, of seconds (medians) and of processor time (from the round with the least, because
+what else happens on a machine only adds). What does not vary is counted: bytes read and written for each byte of the model, and calls of the
 system.
 
 Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
@@ -238,17 +238,19 @@ def result(by_size: dict[float, dict[str, Any]]) -> dict[str, Any]:
         "to_hf_vs_cp": largest["to_hf"]["vs_cp"],
         "to_megatron_vs_cp_synced": largest["to_megatron"]["vs_cp_synced"],
         "to_hf_vs_cp_synced": largest["to_hf"]["vs_cp_synced"],
-        "to_megatron_growth": _growth(smallest["to_megatron"], largest["to_megatron"]),
-        "to_hf_growth": _growth(smallest["to_hf"], largest["to_hf"]),
+        "to_megatron_growth": _growth("seconds_per_gb", smallest["to_megatron"], largest["to_megatron"]),
+        "to_hf_growth": _growth("seconds_per_gb", smallest["to_hf"], largest["to_hf"]),
+        "to_megatron_cpu_growth": _growth("least_cpu_seconds_per_gb", smallest["to_megatron"], largest["to_megatron"]),
+        "to_hf_cpu_growth": _growth("least_cpu_seconds_per_gb", smallest["to_hf"], largest["to_hf"]),
         "bytes": largest["to_megatron"]["bytes"],
         "peak_rss_bytes": max(found[way]["peak_rss_bytes"] for found in by_size.values() for way in found),
         "sizes": [{"gigabytes": size, **found} for size, found in sorted(by_size.items())],
     }
 
 
-def _growth(small: dict[str, Any], large: dict[str, Any]) -> float:
-    """Processor time of a byte at the large size over that at the small one: 1 if cost is linear."""
-    return round(large["least_cpu_seconds_per_gb"] / max(small["least_cpu_seconds_per_gb"], 1e-3), 3)
+def _growth(what: str, small: dict[str, Any], large: dict[str, Any]) -> float:
+    """What a byte costs at the large size over what it costs at the small one: 1 if cost is linear."""
+    return round(large[what] / max(small[what], 1e-3), 3)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -267,8 +269,9 @@ def table(found: dict[str, Any]) -> str:
                 f"{values['written_per_byte']:>9.3f}{values['calls_per_gb']:>10}"
             )
     lines.append(
-        "least CPU seconds of a byte, largest size over smallest: "
-        f"to_megatron {found['to_megatron_growth']:.2f}, to_hf {found['to_hf_growth']:.2f}"
+        "cost of a byte, largest size over smallest: seconds "
+        f"to_megatron {found['to_megatron_growth']:.2f}, to_hf {found['to_hf_growth']:.2f}; least CPU seconds "
+        f"to_megatron {found['to_megatron_cpu_growth']:.2f}, to_hf {found['to_hf_cpu_growth']:.2f}"
     )
     lines.append(f"peak resident memory of a conversion: {found['peak_rss_bytes'] / 1e6:.0f} MB")
     return "\n".join(lines)
