@@ -17,9 +17,9 @@ source start where other programs put them, not on pages.
 
 Rates are bytes of the source over seconds, ratios medians over the rounds; processor time tells more where others use
 the machine. The largest size gives the ratios; the others show how cost grows: `growth` is the cost of a byte at the
-largest size over that at the smallest, of seconds (medians) and of processor time (from the round with the least, because
-what else happens on a machine only adds). What does not vary is counted: bytes read and written for each byte of the model, and calls of the
-system.
+largest size over that at the smallest, of seconds (medians) and of processor time (from the round with the least,
+because what else happens on a machine only adds). What does not vary is counted: bytes read and written for each byte
+of the model, and calls of the system.
 
 Memory is the peak of resident pages of the converting process: its own and those of files that it maps (programs and
 libraries, no checkpoint), not the page cache.
