@@ -41,6 +41,17 @@ class Expansion(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Ground:
+    """What all trees of an expansion grow from; `merge` is whether equal siblings become one turn."""
+
+    engine: Engine
+    environment: Environment
+    sampling: Sampling
+    budgets: Budgets
+    merge: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """One tree while it grows.
 
@@ -50,10 +61,7 @@ class Growth:
 
     tree: RolloutTree
     states: dict[int, Any]
-    engine: Engine
-    environment: Environment
-    sampling: Sampling
-    budgets: Budgets
+    ground: Ground
     seed: int
     session: str
 
@@ -62,68 +70,48 @@ class Growth:
         return await play(
             self.tree,
             node,
-            engine=self.engine,
-            environment=self.environment,
+            engine=self.ground.engine,
+            environment=self.ground.environment,
             states=self.states,
-            sampling=self.sampling,
-            budgets=self.budgets,
+            sampling=self.ground.sampling,
+            budgets=self.ground.budgets,
             session=self.session,
             seed=self.seed,
             chain=chain,
         )
 
-    def settled(self, *, merge: bool) -> RolloutTree:
+    def settled(self) -> RolloutTree:
         """The grown tree with turns in the order of their chains.
 
-        With `merge`, siblings with the same tokens become one turn with multiplicity (ALGORITHMS.md §1.1), which
-        belongs to the first of its chains. Two trunks may then share turns. Raises `TreeError` if such siblings were
-        answered differently.
+        If they are to be merged, siblings with the same tokens become one turn with multiplicity (ALGORITHMS.md
+        §1.1), which belongs to the first of its chains. Two trunks may then share turns. Raises `TreeError` if such
+        siblings were answered differently.
         """
         out = RolloutTree(self.tree.question, self.tree.prompt_ids, prompt_routes=self.tree.prompt_routes)
         moved = {ROOT: ROOT}
         # The turns of a chain are in order already, and a chain starts behind a turn of a chain with a lower number.
         for index, turn in sorted(enumerate(self.tree.turns), key=lambda item: item[1].chain):
-            moved[index] = out.add(replace(turn, parent=moved[turn.parent]), merge=merge)
+            moved[index] = out.add(replace(turn, parent=moved[turn.parent]), merge=self.ground.merge)
         return out
 
 
 class SampledExpansion(Expansion):
     """Base of the expansions that sample whole trajectories, `trajectories` of them at most in a tree."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        environment: Environment,
-        sampling: Sampling,
-        budgets: Budgets,
-        merge: bool,
-        trajectories: int,
-    ) -> None:
+    def __init__(self, ground: Ground, *, trajectories: int) -> None:
         self.trajectories = trajectories
-        self._engine = engine
-        self._environment = environment
-        self._sampling = sampling
-        self._budgets = budgets
-        self._merge = merge
+        self._ground = ground
 
     async def grow(self, question: Question, *, seed: int, session: str) -> RolloutTree:
-        growth = Growth(
-            tree=RolloutTree(question, self._environment.prompt(question)),
-            states={ROOT: None},
-            engine=self._engine,
-            environment=self._environment,
-            sampling=self._sampling,
-            budgets=self._budgets,
-            seed=seed,
-            session=session,
-        )
-        self._engine.open(session, tokens=self.trajectories * self._budgets.max_context_tokens)
+        tree = RolloutTree(question, self._ground.environment.prompt(question))
+        growth = Growth(tree, {ROOT: None}, self._ground, seed, session)
+        engine = self._ground.engine
+        engine.open(session, tokens=self.trajectories * self._ground.budgets.max_context_tokens)
         try:
             await self._expand(growth)
         finally:
-            self._engine.release(session)
-        return growth.settled(merge=self._merge)
+            engine.release(session)
+        return growth.settled()
 
     @abstractmethod
     async def _expand(self, growth: Growth) -> None:

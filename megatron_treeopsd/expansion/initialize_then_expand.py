@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron_treeopsd.engine.base import Engine, Sampling
-from megatron_treeopsd.environment.base import Environment
-from megatron_treeopsd.episode import Budgets
-from megatron_treeopsd.expansion.base import Growth, SampledExpansion, together
+from megatron_treeopsd.expansion.base import Ground, Growth, SampledExpansion, together
 from megatron_treeopsd.questions import stable_seed
 from megatron_treeopsd.tree import ROOT
 
@@ -25,26 +22,8 @@ class InitializeThenExpand(SampledExpansion):
     number of leaves stays trunks * (1 + forks); with "none" it has no forks.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        environment: Environment,
-        sampling: Sampling,
-        budgets: Budgets,
-        merge: bool,
-        trunks: int,
-        forks: int,
-        fork_fallback: Literal["root", "none"],
-    ) -> None:
-        super().__init__(
-            engine=engine,
-            environment=environment,
-            sampling=sampling,
-            budgets=budgets,
-            merge=merge,
-            trajectories=trunks * (1 + forks),
-        )
+    def __init__(self, ground: Ground, *, trunks: int, forks: int, fork_fallback: Literal["root", "none"]) -> None:
+        super().__init__(ground, trajectories=trunks * (1 + forks))
         self._trunks = trunks
         self._forks = forks
         self._fork_fallback = fork_fallback
