@@ -16,7 +16,7 @@ import pytest
 from runs import POLICY, ROOT
 
 from megatron_treeopsd import environment, reward
-from megatron_treeopsd.collect import Collector, Share
+from megatron_treeopsd.collect import Collector
 from megatron_treeopsd.config import Recipe
 from megatron_treeopsd.engine.base import Completion, Sampling
 from megatron_treeopsd.engine.build import build_engine
@@ -65,13 +65,7 @@ def running(factbook: Path) -> Iterator[Stage]:
     world = environment.build(recipe.task, BENCH.load_tokenizer(POLICY))
     engine = build_engine(recipe.engine, checkpoint=POLICY, dtype=recipe.model.dtype)
     assert isinstance(engine, SGLangEngine)
-    collector = Collector(
-        recipe,
-        engine=engine,
-        environment=world,
-        reward=reward.build(recipe.reward),
-        share=Share(0, 1, lambda items: [items]),
-    )
+    collector = BENCH.alone(recipe, engine, world)
     source = QuestionSource(load_questions(factbook / "train.jsonl"), seed=1)
     yield Stage(recipe, engine, world, collector, source.draw(0, 8, recipe.task.hop_weights))
     engine.close()

@@ -85,15 +85,15 @@ def measure(recipe: Recipe, *, questions: int) -> dict[str, Any]:
         world.close()
 
 
+def alone(recipe: Recipe, engine: Engine, world: environment.Environment) -> Collector:
+    """What collects all trees of a step in this process."""
+    share = Share(0, 1, lambda items: [items])
+    return Collector(recipe, engine=engine, environment=world, reward=reward.build(recipe.reward), share=share)
+
+
 def count(recipe: Recipe, engine: Engine, world: environment.Environment, *, questions: int) -> dict[str, Any]:
     """The figures of one step on a running engine."""
-    collector = Collector(
-        recipe,
-        engine=engine,
-        environment=world,
-        reward=reward.build(recipe.reward),
-        share=Share(0, 1, lambda items: [items]),
-    )
+    collector = alone(recipe, engine, world)
     source = QuestionSource(load_questions(recipe.task.data / "train.jsonl"), seed=recipe.seed)
     drawn = source.draw(0, questions, recipe.task.hop_weights)
     engine.counters.reset()
