@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megatron_treeopsd.convert.to_megatron import ToMegatron
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    _allow_many_files()
     with processes() as here:
         made: list[Conversion] = []
 
@@ -102,6 +104,12 @@ def run(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         if here.first:
             _print(report, arguments.destination)
+
+
+def _allow_many_files() -> None:
+    """A folder of a large layout has a file or four for each rank, and all are open at once."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _print(report: Any, destination: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_treeopsd.convert.watch import Watch
-from megatron_treeopsd.weights.extent import Extent, Files, bytes_of
+from megatron_treeopsd.weights.extent import Extent, bytes_of
 from megatron_treeopsd.weights.source import TensorSource
 from megatron_treeopsd.weights.torch_dist.grid import Region, Slot, fill
 from megatron_treeopsd.weights.writer import TensorInfo, row_blocks
@@ -26,7 +26,7 @@ class RowCopier:
     def __init__(self, source: TensorSource, watch: Watch) -> None:
         self._source, self._watch = source, watch
         self._dtypes, self._shapes = source.dtypes, source.shapes
-        self._files = Files()
+        self._files = source.files
         self._buffer = torch.empty(COPY_BYTES, dtype=torch.uint8)
 
     def copy(self, name: str, rows: tuple[int, int], dtype: torch.dtype, write: Write) -> None:

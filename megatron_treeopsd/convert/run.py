@@ -9,17 +9,18 @@ Whatever fails, or kills the process, before the rename leaves nothing under the
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_treeopsd.convert import destination as place
-from megatron_treeopsd.convert.logits import TOLERANCE, NotComparable, difference
+from megatron_treeopsd.convert.logits import MAX_PARAMETERS, TOLERANCE, NotComparable, difference
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.to_hf import ToHuggingFace
 from megatron_treeopsd.convert.to_megatron import PIECE_BYTES, ToMegatron
-from megatron_treeopsd.convert.verify import VerificationError, compare
+from megatron_treeopsd.convert.verify import VerificationError, compare, share
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights import durable
 
@@ -53,7 +54,10 @@ def describe(conversion: Conversion, destination: Path, here: Processes) -> Iter
     yield "source", str(conversion.folder)
     yield "destination", str(destination)
     yield from conversion.describe()
-    yield "memory", f"about {gigabytes(expected_peak(conversion, here))} at the highest, in each process"
+    yield (
+        "memory",
+        f"about {gigabytes(expected_peak(conversion, here))} at the highest, in each process, without logits",
+    )
 
 
 def expected_peak(conversion: Conversion, here: Processes) -> int:
@@ -83,13 +87,13 @@ def convert(
         try:
             here.on_first(lambda: durable.begin(destination))
             folder = durable.staging(destination)
-            total = sum(tensor.nbytes for tensor in conversion.tensors) // here.size
-            with Watch("write", total, shown=shown) as watch:
+            with Watch("write", conversion.share(here), shown=shown) as watch:
                 conversion.write(folder, here, watch)
             verified: int | None = None
             logits: float | str | None = None
             if verify:
                 verified, logits = _verify(conversion, folder, here, shown)
+            here.together(conversion.source.files.check_unchanged)
             here.on_first(lambda: durable.commit(destination))
         except BaseException:
             if here.first:
@@ -103,12 +107,14 @@ def convert(
 
 
 def _verify(conversion: Conversion, folder: Path, here: Processes, shown: bool) -> tuple[int, float | str]:
-    total = sum(tensor.nbytes for tensor in conversion.tensors) // here.size
-    with Watch("verify", total, shown=shown) as watch:
+    with Watch("verify", sum(tensor.nbytes for tensor in share(conversion.tensors, here)), shown=shown) as watch:
         count = compare(conversion.source, conversion.read_back(folder), conversion.tensors, here, watch)
     if here.size > 1:
         return count, "only a single process compares them"
     hf, megatron = conversion.sides(folder)
+    parameters = sum(math.prod(tensor.shape) for tensor in conversion.tensors)
+    if parameters > MAX_PARAMETERS:
+        return count, f"{parameters / 1e9:.1f} billion parameters are too many to run here"
     dtypes = {tensor.dtype for tensor in conversion.tensors}
     try:
         found = difference(

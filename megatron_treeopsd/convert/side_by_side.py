@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
 from megatron_treeopsd.convert.watch import Watch
+from megatron_treeopsd.weights.rules import WeightsError
 
 THREADS = 4
 """At most. More would wait for Python, which runs between the pieces that are copied, more than they gain."""
@@ -24,9 +25,25 @@ FILE_BYTES = 256 * 2**20
 _T = TypeVar("_T")
 
 
+def _begin(pool: ThreadPoolExecutor, task: Callable[[], _T]) -> Future[_T]:
+    try:
+        return pool.submit(task)
+    except RuntimeError as error:
+        raise WeightsError(f"{error}; raise the limit of processes (ulimit -u)") from None
+
+
 def files_for(nbytes: int) -> int:
     """Into how many files of about equal size a checkpoint should be divided, so that threads have one each."""
     return max(1, min(THREADS, nbytes // FILE_BYTES))
+
+
+def balanced(sizes: Sequence[int], count: int) -> list[int]:
+    """Which of `count` consecutive parts of about equal size each item belongs to: that of its middle."""
+    total, end, parts = max(1, sum(sizes)), 0, []
+    for size in sizes:
+        end += size
+        parts.append(min(count - 1, (2 * end - size) * count // (2 * total)))
+    return parts
 
 
 def side_by_side(tasks: Sequence[Callable[[], _T]], watch: Watch) -> list[_T]:
@@ -40,7 +57,7 @@ def side_by_side(tasks: Sequence[Callable[[], _T]], watch: Watch) -> list[_T]:
     try:
         with ThreadPoolExecutor(max(1, min(THREADS, cores)), "convert") as pool:
             try:
-                futures = [pool.submit(task) for task in tasks]
+                futures = [_begin(pool, task) for task in tasks]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 for future in futures:
                     if future.done() and (error := future.exception()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ import torch
 
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import RowCopier
-from megatron_treeopsd.convert.side_by_side import files_for, side_by_side
+from megatron_treeopsd.convert.side_by_side import balanced, files_for, side_by_side
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights.families import read_config, weights_of
-from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide
+from megatron_treeopsd.weights.folder import CONFIG, SHARD_BYTES, complete, divide, named
 from megatron_treeopsd.weights.load import check_names
 from megatron_treeopsd.weights.rules import WeightsError
 from megatron_treeopsd.weights.source import Source
@@ -67,9 +68,9 @@ class ToHuggingFace:
             for weight in weights
             for name, shape in zip(weight.hf, weight.shapes, strict=True)
         ]
-        if shard_bytes is None:
-            shard_bytes = min(SHARD_BYTES, -(-self.nbytes // files_for(self.nbytes)))
-        self.files = divide(self.tensors, shard_bytes)
+        self.files = divide(self.tensors, shard_bytes or SHARD_BYTES)
+        if shard_bytes is None and len(self.files) < (count := files_for(self.nbytes)):
+            self.files = named(list(_parts(self.tensors, count)))
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +87,13 @@ class ToHuggingFace:
     def check_contents(self, here: Processes) -> None:
         """What has to be read to be checked: nothing. Collective."""
 
+    def share(self, here: Processes) -> int:
+        """Bytes that this process writes."""
+        return sum(tensor.nbytes for members in self._mine(here).values() for tensor in members)
+
+    def _mine(self, here: Processes) -> dict[str, list[TensorInfo]]:
+        return {file: members for number, (file, members) in enumerate(self.files.items()) if here.mine(number)}
+
     def write(self, folder: Path, here: Processes, watch: Watch) -> None:
         """Fill an empty folder. Collective: each process writes its share of the files."""
 
@@ -96,7 +104,7 @@ class ToHuggingFace:
                     write = partial(writer.write_bytes, tensor.name)
                     copier.copy(tensor.name, (0, tensor.shape[0]), tensor.dtype, write)
 
-        mine = [partial(write_file, *file) for number, file in enumerate(self.files.items()) if here.mine(number)]
+        mine = [partial(write_file, *file) for file in self._mine(here).items()]
         here.together(lambda: side_by_side(mine, watch))
         here.on_first(lambda: complete(folder, self.files, self.companions))
 
@@ -106,3 +114,10 @@ class ToHuggingFace:
     def sides(self, folder: Path) -> tuple[Path, Path]:
         """The Hugging Face folder and the Megatron folder."""
         return folder, self.folder
+
+
+def _parts(tensors: Sequence[TensorInfo], count: int) -> Iterator[list[TensorInfo]]:
+    """The tensors in up to `count` consecutive parts of about equal size."""
+    numbers = iter(balanced([tensor.nbytes for tensor in tensors], count))
+    for _, members in itertools.groupby(tensors, key=lambda _: next(numbers)):
+        yield list(members)

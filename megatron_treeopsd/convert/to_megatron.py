@@ -14,7 +14,7 @@ import torch
 from megatron_treeopsd.convert.cut import Cut
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.rows import BLOCK_BYTES, RowCopier
-from megatron_treeopsd.convert.side_by_side import files_for, side_by_side
+from megatron_treeopsd.convert.side_by_side import balanced, files_for, side_by_side
 from megatron_treeopsd.convert.watch import Watch, gigabytes
 from megatron_treeopsd.weights import durable
 from megatron_treeopsd.weights.extent import bytes_of
@@ -94,9 +94,7 @@ class ToMegatron:
 
     def _parts(self) -> list[int]:
         sizes = [math.prod(place.shape[len(place.lead) :]) * dtype.itemsize for place, dtype in self._typed_places]
-        total, ends = sum(sizes), itertools.accumulate(sizes)
-        count = files_for(total)
-        return [(2 * end - size) * count // (2 * total) for end, size in zip(ends, sizes, strict=True)]
+        return balanced(sizes, files_for(sum(sizes)))
 
     @property
     def _typed_places(self) -> Iterator[tuple[Slot, torch.dtype]]:
@@ -137,6 +135,14 @@ class ToMegatron:
         shown = [f"{rank}: {gigabytes(count)}" for rank, count in ranks[:16]]
         yield "by rank", ", ".join(shown) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 16 else "")
 
+    def share(self, here: Processes) -> int:
+        """Bytes that this process writes."""
+        return sum(self.bytes_by_file[file] for file in self._mine(here))
+
+    def _mine(self, here: Processes) -> list[tuple[int, int]]:
+        """The files, (rank, part), that this process writes."""
+        return [file for number, file in enumerate(sorted(self.bytes_by_file)) if here.mine(number)]
+
     def check_contents(self, here: Processes) -> None:
         """What has to be read to be checked. Collective."""
 
@@ -149,23 +155,23 @@ class ToMegatron:
             here.on_first(check)
 
     def write(self, folder: Path, here: Processes, watch: Watch) -> None:
-        """Fill an empty folder. Collective: each process writes the files of its share of the ranks.
+        """Fill an empty folder. Collective: each process writes its share of the files.
 
         The bytes do not depend on the number of processes.
         """
         target = folder / NAME
-
         parts = 1 + max(self.parts)
+        mine = self._mine(here)
 
         def write_part(part: int) -> list[Record]:
-            sizes = {rank: size for (rank, of), size in self.bytes_by_file.items() if of == part and here.mine(rank)}
+            sizes = {rank: self.bytes_by_file[rank, of] for rank, of in mine if of == part}
             with PieceWriter(target, part, sizes) as writer:
-                self._write_pieces(part, writer, RowCopier(self.source, watch), here)
+                self._write_pieces(part, writer, RowCopier(self.source, watch))
             return writer.records
 
         def write_mine() -> list[Record]:
-            written = side_by_side([partial(write_part, part) for part in range(parts)], watch)
-            return [record for records in written for record in records]
+            written = side_by_side([partial(write_part, part) for part in sorted({part for _, part in mine})], watch)
+            return [record for found in written for record in found]
 
         def finish() -> None:
             complete(target, self.places, [record for found in records for record in found], parts=parts)
@@ -177,11 +183,11 @@ class ToMegatron:
         records = here.together(write_mine)
         here.on_first(finish)
 
-    def _write_pieces(self, part: int, writer: PieceWriter, copier: RowCopier, here: Processes) -> None:
+    def _write_pieces(self, part: int, writer: PieceWriter, copier: RowCopier) -> None:
         for (place, dtype), of in zip(self._typed_places, self.parts, strict=True):
             if of != part:
                 continue
-            mine = [(rank, piece) for rank, piece in self._pieces(place, dtype) if here.mine(rank)]
+            mine = [(rank, piece) for rank, piece in self._pieces(place, dtype) if rank in writer.ranks]
             by_columns = place.weight.split == 1 and self.cut.size(place.weight) > 1
             for _, group in itertools.groupby(mine, key=lambda part: part[1].rows if by_columns else part):
                 targets = [(piece, *writer.place(rank, place, piece, dtype)) for rank, piece in group]

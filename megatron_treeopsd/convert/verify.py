@@ -32,7 +32,7 @@ def compare(
     Raises `VerificationError` listing those that differ, on every process.
     """
 
-    mine = [tensor for number, tensor in enumerate(tensors) if here.mine(number)]
+    mine = share(tensors, here)
 
     def problems_of(part: Sequence[TensorInfo]) -> list[str]:
         return [problem for tensor in part if (problem := _problem(source, written, tensor, watch))]
@@ -45,6 +45,11 @@ def compare(
     if problems := [problem for _, found in results for problem in found]:
         raise VerificationError(f"{written.folder} was not written as it should be:{listing(problems)}")
     return sum(count for count, _ in results)
+
+
+def share(tensors: Sequence[TensorInfo], here: Processes) -> list[TensorInfo]:
+    """Those that this process compares."""
+    return [tensor for number, tensor in enumerate(tensors) if here.mine(number)]
 
 
 def _problem(source: TensorSource, written: TensorSource, tensor: TensorInfo, watch: Watch) -> str:

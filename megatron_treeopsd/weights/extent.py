@@ -6,6 +6,7 @@ the whole checkpoint.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from dataclasses import dataclass, replace
@@ -47,21 +48,40 @@ class Extent:
 
 
 class Files:
-    """Open files of a reader; several threads may use them."""
+    """Open files of a source; several threads may use them.
+
+    What was opened is read to the end even if another file takes its name meanwhile; `check_unchanged` tells.
+    """
 
     def __init__(self) -> None:
         self._opening = threading.Lock()
         self._handles: dict[Path, int] = {}
+        self._states: dict[Path, tuple[int, ...]] = {}
 
     def handle(self, file: Path) -> int:
         """The descriptor of a file, opened when first asked for. Raises `WeightsError` if it cannot be opened."""
+        if (found := self._handles.get(file)) is not None:
+            return found
         with self._opening:
             if file not in self._handles:
                 try:
-                    self._handles[file] = os.open(file, os.O_RDONLY)
+                    handle = os.open(file, os.O_RDONLY)
                 except OSError as error:
-                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}") from None
+                    hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
+                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}{hint}") from None
+                self._states[file] = _state(os.fstat(handle))
+                self._handles[file] = handle
             return self._handles[file]
+
+    def check_unchanged(self) -> None:
+        """Raise `WeightsError` if a file was written to, replaced or removed since it was opened."""
+        for file, state in self._states.items():
+            try:
+                unchanged = _state(file.stat()) == state
+            except OSError:
+                unchanged = False
+            if not unchanged:
+                raise WeightsError(f"{file}: changed while it was read; try again when nothing writes it")
 
     def read(self, extent: Extent, into: Tensor) -> None:
         """Fill `into`, contiguous and of the extent's dtype and number of elements."""
@@ -96,9 +116,14 @@ class Files:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
+        self._states.clear()
 
     def __del__(self) -> None:
         self.close()
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

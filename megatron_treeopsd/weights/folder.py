@@ -32,6 +32,11 @@ def divide(tensors: Sequence[TensorInfo], shard_bytes: int) -> dict[str, list[Te
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
+    return named(shards)
+
+
+def named(shards: Sequence[list[TensorInfo]]) -> dict[str, list[TensorInfo]]:
+    """The files that hold some tensors each, under the names that loaders expect."""
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}

@@ -25,7 +25,8 @@ _BEGIN = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
 
 
 class Output:
-    """A new file of `nbytes`. A disk that is full or fails shows as `OSError` in some call, lack of room in the first.
+    """A new file of `nbytes`. A disk that is full or fails shows as `OSError`, which names the file, in some call; lack
+    of room in the first, where the file system can tell.
 
     Room for all of it is reserved at once: the file system then need not look for some page by page, which is a fifth
     of the cost of writing.
@@ -33,7 +34,10 @@ class Output:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            raise _named(error, path) from None
         self._unflushed = 0
         try:
             _reserve(self._handle, nbytes, path)
@@ -44,8 +48,11 @@ class Output:
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes from byte `offset` on."""
         view, size, done = memoryview(data), len(data), 0
-        while done < size:
-            done += os.pwrite(self._handle, view[done : done + WRITE_BYTES], offset + done)
+        try:
+            while done < size:
+                done += os.pwrite(self._handle, view[done : done + WRITE_BYTES], offset + done)
+        except OSError as error:
+            raise _named(error, self.path) from None
         self._unflushed += size
         if self._unflushed >= FLUSH_BYTES:
             _sync_file_range(self._handle, 0, 0, _BEGIN)  # a hint, of which nothing depends; `finish` tells of failures
@@ -53,11 +60,19 @@ class Output:
 
     def finish(self) -> None:
         """Return when all of it is on the disk."""
-        os.fsync(self._handle)
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise _named(error, self.path) from None
 
     def close(self) -> None:
         """Let go of the file, finished or not."""
         os.close(self._handle)
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
+    return OSError(error.errno, f"{error.strerror}{hint}", str(path))
 
 
 def _reserve(handle: int, nbytes: int, path: Path) -> None:

@@ -26,10 +26,12 @@ class TensorSource(Protocol):
 
     Attributes:
         folder: where they are, for messages.
+        files: which are read.
         shapes, dtypes: of every tensor there is.
     """
 
     folder: Path
+    files: Files
 
     @property
     def shapes(self) -> dict[str, Shape]: ...
@@ -55,9 +57,10 @@ class Source:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = Files()
+        self.files = Files()
         self._extents: dict[str, Extent] = {}
         for file, expected in _files_of(folder).items():
+            self.files.handle(file)
             found = read_header(file)
             if expected is not None and found.keys() != expected:
                 raise WeightsError(
@@ -82,10 +85,10 @@ class Source:
         if dim == 0:
             extent = extent.rows(start, stop)
             part = torch.empty(extent.shape, dtype=extent.dtype)
-            self._files.read(extent, part)
+            self.files.read(extent, part)
         else:
             part = torch.empty((extent.shape[0], stop - start), dtype=extent.dtype)
-            self._files.read_columns(extent, start, stop, part)
+            self.files.read_columns(extent, start, stop, part)
         return part
 
 

@@ -61,7 +61,11 @@ class SafetensorsWriter:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._missing = {tensor.name: tensor.nbytes for tensor in tensors}
         self._file = Output(path, self.nbytes)
-        self._file.write_at(0, len(text).to_bytes(8, "little") + text)
+        try:
+            self._file.write_at(0, len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self._file.close()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor; it must be as the header promises."""

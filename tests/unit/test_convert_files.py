@@ -6,22 +6,28 @@ import _thread
 import ctypes
 import errno
 import math
+import os
+import resource
+import shutil
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
+from megatron_treeopsd.cli import main
 from megatron_treeopsd.convert import side_by_side
 from megatron_treeopsd.convert.processes import Processes
 from megatron_treeopsd.convert.run import convert
 from megatron_treeopsd.convert.to_hf import ToHuggingFace
 from megatron_treeopsd.convert.to_megatron import ToMegatron
 from megatron_treeopsd.convert.watch import Stopped, Watch
-from megatron_treeopsd.weights import output
+from megatron_treeopsd.weights import WeightsError, output
+from megatron_treeopsd.weights.extent import Files
 from megatron_treeopsd.weights.output import WRITE_BYTES, Output
 
 pytestmark = pytest.mark.fast
@@ -81,7 +87,7 @@ def test_a_checkpoint_is_divided_by_its_size_alone(
     assert contents(tmp_path / "hf1") == contents(tmp_path / "hf4")
     original = load_file(source / "model.safetensors")
     files = list((tmp_path / "hf4").glob("*.safetensors"))
-    assert 4 <= len(files) <= 5
+    assert len(files) == 4
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert found.keys() == original.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in original.items())
@@ -99,7 +105,7 @@ def test_how_many_files_are_enough(nbytes: int, files: int) -> None:
 def test_a_size_that_is_given_is_kept(source: Path, tmp_path: Path, given: int | None, files: int) -> None:
     make(ToMegatron(source, dtype=None), tmp_path / "m")
     conversion = ToHuggingFace(tmp_path / "m", dtype=None, shard_bytes=given)
-    assert files <= len(conversion.files) <= 1.25 * files
+    assert len(conversion.files) == files
 
 
 def test_one_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +175,121 @@ def test_threads_count_together() -> None:
     for thread in threads:
         thread.join()
     assert watch.not_finite == {"a": 8000}
+
+
+def test_parts_are_of_about_equal_size() -> None:
+    assert side_by_side.balanced([1] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert side_by_side.balanced([5, 1, 1, 1], 2) == [0, 1, 1, 1]
+    assert side_by_side.balanced([1, 1, 10, 0], 4) == [0, 0, 2, 3]  # one that is larger than a part; nothing at the end
+    assert side_by_side.balanced([], 3) == []
+    assert side_by_side.balanced([0, 0], 3) == [0, 0]
+
+
+@pytest.mark.usefixtures("divided")
+def test_files_are_of_about_equal_size(source: Path, tmp_path: Path) -> None:
+    make(ToMegatron(source, dtype=None), tmp_path / "m")
+    files = ToHuggingFace(tmp_path / "m", dtype=None).files
+    sizes = [sum(tensor.nbytes for tensor in members) for members in files.values()]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 2}])
+def test_processes_share_the_bytes(source: Path, layout: dict[str, int], tmp_path: Path) -> None:
+    there = ToMegatron(source, dtype=None, **layout)
+    make(there, tmp_path / "m")
+    for conversion in (there, ToHuggingFace(tmp_path / "m", dtype=None)):
+        shares = [conversion.share(Processes(rank, 2)) for rank in range(2)]
+        assert sum(shares) == conversion.nbytes
+        assert max(shares) < 1.5 * min(shares)
+
+
+@pytest.mark.usefixtures("divided")
+def test_threads_share_the_open_files_of_a_source(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    make(ToMegatron(source, dtype=None, tp=2), tmp_path / "m")
+    opened = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or real(path, *rest))
+    make(ToHuggingFace(tmp_path / "m", dtype=None), tmp_path / "hf")
+    parts = [path for path in opened if path.endswith(".distcp")]
+    assert len(parts) == 8
+    assert len(set(parts)) == 8
+
+
+@pytest.mark.parametrize("change", ["replaced", "written", "removed"])
+def test_a_source_that_changes_is_noticed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    conversion = ToMegatron(folder, dtype=None)
+    write = conversion.write
+
+    def write_and_change(*arguments: Any) -> None:
+        write(*arguments)
+        if change == "replaced":
+            shutil.copyfile(file, tmp_path / "other")
+            os.replace(tmp_path / "other", file)
+        elif change == "written":
+            os.utime(file, ns=(0, 0))
+        else:
+            file.unlink()
+
+    monkeypatch.setattr(conversion, "write", write_and_change)
+    with pytest.raises(WeightsError, match=r"model\.safetensors: changed while it was read; try again"):
+        make(conversion, tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_errors_of_writing_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    file = Output(tmp_path / "file", 5)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*file") as failure:
+        (file.finish if call == "fsync" else partial(file.write_at, 0, b"12345"))()
+    assert failure.value.errno == errno.EIO
+    file.close()
+
+
+def test_too_many_open_files_say_what_to_do(source: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        with pytest.raises(OSError, match=r"Too many open files; raise the limit \(ulimit -n\): .*out"):
+            Output(tmp_path / "out", 5)
+        with pytest.raises(WeightsError, match=r"in: cannot be opened: Too many open files; raise the limit"):
+            Files().handle(tmp_path / "in")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(lowest)
+
+
+def test_the_command_raises_the_limit_itself(source: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+        assert main(["convert", "to-megatron", str(source), str(tmp_path / "m"), "--dry-run"]) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_threads_that_cannot_start_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_to_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    with pytest.raises(WeightsError, match=r"can't start new thread; raise the limit of processes \(ulimit -u\)"):
+        side_by_side.side_by_side([lambda: None], Watch("test", 0, shown=False))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -74,7 +74,7 @@ class TorchDistSource:
     def __init__(self, folder: Path, hf_config: PreTrainedConfig) -> None:
         self.folder = folder
         self._stored, objects = metadata.read(folder)
-        self._files = Files()
+        self.files = Files()
         self._extents: dict[metadata.Blob, Extent | None] = {}
         self._last = threading.local()  # each thread reads slices of another tensor
         self._parts: dict[str, dict[Shape, list[_Part]]] = {}
@@ -184,6 +184,8 @@ class TorchDistSource:
         ]
         if text := "\n".join(f"{what}:{listing(names)}" for what, names in problems if names):
             raise WeightsError(f"{self.folder}: {text}")
+        for path in files.values():
+            self.files.handle(path)
 
     # ----------------------------------------------------------------------------------------------------- where it is
     def _fill(self, found: _Found, region: Region, into: Tensor) -> None:
@@ -216,14 +218,14 @@ class TorchDistSource:
         extent = self._locate(part, dtype)
         if extent is not None:
             rows_only = extent.rows(rows.start, rows.stop)
-            self._files.read_columns(rows_only, columns.start, columns.stop, into)
+            self.files.read_columns(rows_only, columns.start, columns.stop, into)
             return
         held: tuple[metadata.Blob, Tensor] | None = getattr(self._last, "held", None)  # for the slices that come next
         if held is None or held[0] != part.blob:
             path = self.folder / part.blob.file
             held = self._last.held = (
                 part.blob,
-                blob.load_whole(self._files, path, part.blob.offset, part.blob.length, dtype, part.shape),
+                blob.load_whole(self.files, path, part.blob.offset, part.blob.length, dtype, part.shape),
             )
         size = _size(part.region)
         whole = held[1].reshape(-1)[part.skip : part.skip + math.prod(size)].view(size)
@@ -234,7 +236,7 @@ class TorchDistSource:
         path = self.folder / part.blob.file
         if part.blob not in self._extents:
             self._extents[part.blob] = blob.locate(
-                self._files, path, part.blob.offset, part.blob.length, dtype, part.shape
+                self.files, path, part.blob.offset, part.blob.length, dtype, part.shape
             )
         extent = self._extents[part.blob]
         if extent is None:

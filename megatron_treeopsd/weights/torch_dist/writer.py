@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,13 +44,17 @@ def start_of(end: int, around: Envelope) -> int:
 class PieceWriter:
     """The `part`-th files of some ranks of a layout, synced at the end. Use as a context manager.
 
-    Room for a piece is made by `place`, in the order of the file; its bytes may come at any time. What has a place is
-    in `records`, to be handed to `complete`.
+    Room for a piece is made by `place`, in the order of the file; its bytes may come at any time.
+
+    Attributes:
+        ranks: whose files they are.
+        records: what has a place, to be handed to `complete`.
     """
 
     def __init__(self, folder: Path, part: int, sizes: Mapping[int, int]) -> None:
         """sizes: rank -> bytes of its file, when each piece is where `start_of` puts it."""
         self.records: list[Record] = []
+        self.ranks = sizes.keys()
         self._folder, self._part = folder, part
         self._sizes = sizes
         self._files: dict[int, Output] = {}
@@ -76,14 +81,13 @@ class PieceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        try:
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
             if kind is None:
-                assert all(self._sizes[rank] == end for rank, end in self._ends.items()), (self._sizes, self._ends)
+                assert self._sizes == self._ends, (self._sizes, self._ends)
                 for file in self._files.values():
                     file.finish()
-        finally:
-            for file in self._files.values():
-                file.close()
 
 
 def _name(rank: int, part: int) -> str:
