@@ -8,7 +8,9 @@ from pathlib import Path
 import yaml
 
 from megatron_treeopsd.config import Recipe
+from megatron_treeopsd.observe.run_folder import contents
 
+PREPARE = "treeopsd prepare and the same words (task=..., if there are any)"
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -37,8 +39,8 @@ def missing(recipe: Recipe) -> list[str]:
             problems.append(f"model.checkpoint: {recipe.model.checkpoint / name} does not exist")
     for name in ("passages.jsonl", "train.jsonl", f"{recipe.evaluation.split}.jsonl"):
         if not (recipe.task.data / name).is_file():
-            problems.append(f"task.data: {recipe.task.data / name} does not exist; make it with treeopsd prepare")
-    if not recipe.resume and any(recipe.run.glob("*")):
+            problems.append(f"task.data: {recipe.task.data / name} does not exist; make it with {PREPARE}")
+    if not recipe.resume and contents(recipe.run):
         problems.append(f"run: {recipe.run} is not empty; continue it with resume=true or choose another folder")
     return problems
 

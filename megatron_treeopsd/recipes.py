@@ -93,7 +93,7 @@ def _read_group(folder: Path, group: str, choice: str) -> dict[str, Any]:
         hint = difflib.get_close_matches(choice, known, n=1)
         raise RecipeError(
             f"{group}={choice}: there is no recipe {path}"
-            + (f"; did you mean {group}={hint[0]}?" if hint else "")
+            + (f"; did you mean {group}={hint[0]}?" if hint else ".")
             + f" Known: {', '.join(known)}."
         )
     return _read_yaml(path)

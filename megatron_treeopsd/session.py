@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ from megatron_treeopsd.tree import Question, RolloutTree
 
 FREE_TO_CHANGE = frozenset({"resume", "run", "steps", "budget", "checkpoint", "evaluation", "logging"})
 """Recipe keys that may differ when a run is continued; any other change would make it another run."""
+ENDING = (
+    b"\ninterrupted: the run ends behind this step, with a checkpoint and its report; Ctrl-C again ends it at once\n"
+)
 
 
 class Session:
@@ -67,7 +71,7 @@ class Session:
         if recipe.resume and (recipe.run / "recipe.yaml").is_file():
             check_same_run(read_recipe(recipe.run / "recipe.yaml"), recipe)
         self.journal = self._cleanup.enter_context(Journal(recipe, self.parallel.rank == 0))
-        self._catch_sigterm()
+        self._catch_signals()
 
         tokenizer = load_tokenizer(recipe.model.checkpoint)
         world = environment.build(recipe.task, tokenizer)
@@ -109,6 +113,7 @@ class Session:
     def _resume(self) -> None:
         folder = checkpoint.latest(self.recipe.run / "checkpoints")
         if folder is None:
+            self.journal.note(f"no checkpoint in {self.recipe.run / 'checkpoints'}: the run begins at step 0")
             return
         extra = checkpoint.load(folder, self.policy)
         self._first_step = self._version = extra["step"]
@@ -116,12 +121,18 @@ class Session:
         self._tokens = extra["tokens"]
         self.spans.load(extra["spans"])
 
-    def _catch_sigterm(self) -> None:
+    def _catch_signals(self) -> None:
+        """SIGTERM, or Ctrl-C once, end the run behind the step that it is in; Ctrl-C again ends it at once."""
+
         def note(signum: int, frame: FrameType | None) -> None:
+            if self._interrupted and signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            if not self._interrupted and self.parallel.rank == 0:
+                os.write(2, ENDING)  # no print, in which the signal may have come
             self._interrupted = True
 
-        previous = signal.signal(signal.SIGTERM, note)
-        self._cleanup.callback(signal.signal, signal.SIGTERM, previous)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._cleanup.callback(signal.signal, number, signal.signal(number, note))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,7 +144,7 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------- the loop
     def steps(self) -> Iterator[int]:
-        """Step numbers until the steps or the budget are used up, or the run is told to end (SIGTERM)."""
+        """Step numbers until the steps or the budget are used up, or the run is told to end (SIGTERM, Ctrl-C)."""
         step = self._first_step
         while not self._over(step):
             yield step
@@ -299,11 +310,19 @@ def evaluation_sample(questions: Sequence[Question], count: int) -> list[Questio
 
 def check_same_run(old: Recipe, new: Recipe) -> None:
     """Raise `RecipeError` listing the keys in which a continued run differs from what it was started with."""
-    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-    changed = [key for key in before if key not in FREE_TO_CHANGE and before[key] != after[key]]
+    before, after = (_keys(recipe.model_dump(mode="json", exclude=set(FREE_TO_CHANGE))) for recipe in (old, new))
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
     if changed:
-        details = "; ".join(f"{key}: {before[key]} -> {after[key]}" for key in changed)
+        details = "; ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)
         raise RecipeError(f"{new.run}: the run was started with another recipe, so it cannot be resumed. {details}")
+
+
+def _keys(section: Mapping[str, Any], lead: str = "") -> dict[str, Any]:
+    """The values of a recipe by their full keys."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= _keys(value, f"{lead}{key}.") if isinstance(value, dict) else {f"{lead}{key}": value}
+    return found
 
 
 def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:

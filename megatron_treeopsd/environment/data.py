@@ -53,7 +53,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _load(path: Path, read: Callable[[dict[str, Any], str], Item]) -> list[Item]:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; a data folder is made by `treeopsd prepare`")
+        raise DataError(f"{path}: no such file; `treeopsd prepare` makes a data folder, with the same task=NAME")
     items: list[Item] = []
     seen: dict[str, int] = {}
     with path.open(encoding="utf-8") as file:

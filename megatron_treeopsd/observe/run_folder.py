@@ -24,7 +24,7 @@ from types import TracebackType
 
 from megatron_treeopsd.observe.files import RunFolderError, read_json_lines, write_atomically, writing
 
-__all__ = ["RunFolder", "RunFolderError", "RunPaths"]
+__all__ = ["RunFolder", "RunFolderError", "RunPaths", "contents"]
 
 
 @dataclass
@@ -84,6 +84,13 @@ class RunPaths:
             raise RunFolderError(f"{self.root} {what}; give the folder that a `treeopsd train` wrote to (its run=)")
 
 
+def contents(root: Path) -> list[str]:
+    """Names of what a run has left in a folder; a run that failed before its first step leaves nothing that counts."""
+    return sorted(
+        path.name for path in root.glob("*") if path.name != "lock" and not (path.is_dir() and not any(path.iterdir()))
+    )
+
+
 class RunFolder(RunPaths):
     """A run folder that this process may write to, until `close()` (or the end of the `with` block, or its death).
 
@@ -101,7 +108,7 @@ class RunFolder(RunPaths):
             self.root.mkdir(parents=True, exist_ok=True)
         self._descriptor: int | None = self._lock()
         try:
-            found = sorted(path.name for path in self.root.iterdir() if path.name != "lock")
+            found = contents(self.root)
             if found and not resume:
                 raise RunFolderError(
                     f"{self.root} already holds a run ({', '.join(found[:4])}{', …' if len(found) > 4 else ''}): "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_treeopsd.observe.files import append_json_line, read_json_lines, write_atomically
-from megatron_treeopsd.observe.run_folder import RunFolder, RunFolderError, RunPaths
+from megatron_treeopsd.observe.run_folder import RunFolder, RunFolderError, RunPaths, contents
 
 pytestmark = pytest.mark.fast
 
@@ -141,3 +141,15 @@ def test_a_folder_without_a_run_says_what_to_give(tmp_path: Path) -> None:
         RunPaths(tmp_path).require()
     with pytest.raises(RunFolderError, match="does not exist"):
         RunPaths(tmp_path / "no").require()
+
+
+def test_a_run_that_never_began_leaves_the_folder_free(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run"):
+        assert contents(tmp_path / "run") == []
+    with RunFolder(tmp_path / "run") as folder:
+        (folder.trees / "step_000010.json").write_text("{}")
+        folder.metrics.write_text("")
+    assert contents(tmp_path / "run") == ["metrics.jsonl", "trees"]
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        RunFolder(tmp_path / "run")
+    assert contents(tmp_path / "not there") == []
