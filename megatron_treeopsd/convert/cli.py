@@ -6,7 +6,12 @@ import argparse
 import os
 import re
 import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 DESCRIPTION = """\
@@ -77,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     _allow_many_files()
-    with processes() as here:
+    with _ended_by_sigterm(), processes() as here:
         made: list[Conversion] = []
 
         def prepare() -> None:
@@ -104,6 +109,20 @@ def run(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         if here.first:
             _print(report, arguments.destination)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which SLURM sends at the end of a job's time, leaves nothing half written, as Ctrl-C does not."""
+
+    def end(signum: int, _: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _allow_many_files() -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -290,6 +291,22 @@ def test_threads_that_cannot_start_say_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
     with pytest.raises(WeightsError, match=r"can't start new thread; raise the limit of processes \(ulimit -u\)"):
         side_by_side.side_by_side([lambda: None], Watch("test", 0, shown=False))
+
+
+def test_sigterm_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    saw = Watch.saw
+
+    def saw_and_terminated(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saw(*arguments)
+
+    monkeypatch.setattr(Watch, "saw", saw_and_terminated)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "to-megatron", str(source), str(tmp_path / "m")])
+    assert ended.value.code == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
