@@ -11,6 +11,8 @@ import resource
 import shutil
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,11 +115,12 @@ def test_one_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """One copies without end, one fails, and one never begins."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     watch, begun, ended = Watch("test", 0, shown=False), threading.Event(), threading.Event()
+    deadline = time.monotonic() + 60
     before = torch.get_num_threads()
 
     def endless() -> None:
         try:
-            while True:
+            while time.monotonic() < deadline:
                 watch.saw(("a",), torch.ones(3))
                 begun.set()
         except Stopped:
@@ -136,13 +139,23 @@ def test_one_failure_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A program started in the background ignores interrupts, and so does Python in it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_threads() -> None:
     watch, ended = Watch("test", 0, shown=False), threading.Event()
+    deadline = time.monotonic() + 60
 
     def endless() -> None:
         try:
             _thread.interrupt_main()
-            while True:
+            while time.monotonic() < deadline:
                 watch.saw(("a",), torch.ones(3))
         except Stopped:
             ended.set()
