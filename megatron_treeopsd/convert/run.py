@@ -87,7 +87,7 @@ def convert(
         try:
             here.on_first(lambda: durable.begin(destination))
             folder = durable.staging(destination)
-            with Watch("write", conversion.share(here), shown=shown) as watch:
+            with Watch("write", conversion.share_bytes(here), shown=shown) as watch:
                 conversion.write(folder, here, watch)
             verified: int | None = None
             logits: float | str | None = None

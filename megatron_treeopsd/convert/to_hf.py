@@ -87,7 +87,7 @@ class ToHuggingFace:
     def check_contents(self, here: Processes) -> None:
         """What has to be read to be checked: nothing. Collective."""
 
-    def share(self, here: Processes) -> int:
+    def share_bytes(self, here: Processes) -> int:
         """Bytes that this process writes."""
         return sum(tensor.nbytes for members in self._mine(here).values() for tensor in members)
 

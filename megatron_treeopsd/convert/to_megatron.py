@@ -135,7 +135,7 @@ class ToMegatron:
         shown = [f"{rank}: {gigabytes(count)}" for rank, count in ranks[:16]]
         yield "by rank", ", ".join(shown) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 16 else "")
 
-    def share(self, here: Processes) -> int:
+    def share_bytes(self, here: Processes) -> int:
         """Bytes that this process writes."""
         return sum(self.bytes_by_file[file] for file in self._mine(here))
 

@@ -67,8 +67,7 @@ class Files:
                 try:
                     handle = os.open(file, os.O_RDONLY)
                 except OSError as error:
-                    hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
-                    raise WeightsError(f"{file}: cannot be opened: {error.strerror}{hint}") from None
+                    raise WeightsError(f"{file}: cannot be opened: {reason(error)}") from None
                 self._states[file] = _state(os.fstat(handle))
                 self._handles[file] = handle
             return self._handles[file]
@@ -120,6 +119,11 @@ class Files:
 
     def __del__(self) -> None:
         self.close()
+
+
+def reason(error: OSError) -> str:
+    """The system's words for why a file cannot be used, and what to do where they do not say it."""
+    return f"{error.strerror}; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else str(error.strerror)
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+from megatron_treeopsd.weights.extent import reason
+
 WRITE_BYTES = 512 * 2**10
 """At most this much is handed to the system at once. Linux keeps it in contiguous memory if it finds some: fewer and
 larger pieces cost less each, but beyond this size looking for them has cost several times as much as copying."""
@@ -71,8 +73,7 @@ class Output:
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    hint = "; raise the limit (ulimit -n)" if error.errno == errno.EMFILE else ""
-    return OSError(error.errno, f"{error.strerror}{hint}", str(path))
+    return OSError(error.errno, reason(error), str(path))
 
 
 def _reserve(handle: int, nbytes: int, path: Path) -> None:

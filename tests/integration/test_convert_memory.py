@@ -18,7 +18,7 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench" / "convert.py"
 SLACK = 48 * 2**20
-"""A conversion takes 8 MB; a tensor of the checkpoint is five times the slack, and a file twelve times."""
+"""A conversion takes up to 20 MB; a tensor of the checkpoint is five times the slack, and a file twelve times."""
 WORKER = """
 import json, re, sys
 from pathlib import Path

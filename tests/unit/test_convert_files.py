@@ -214,7 +214,7 @@ def test_processes_share_the_bytes(source: Path, layout: dict[str, int], tmp_pat
     there = ToMegatron(source, dtype=None, **layout)
     make(there, tmp_path / "m")
     for conversion in (there, ToHuggingFace(tmp_path / "m", dtype=None)):
-        shares = [conversion.share(Processes(rank, 2)) for rank in range(2)]
+        shares = [conversion.share_bytes(Processes(rank, 2)) for rank in range(2)]
         assert sum(shares) == conversion.nbytes
         assert max(shares) < 1.5 * min(shares)
 

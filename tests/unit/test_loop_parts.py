@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from megatron_treeopsd.errors import is_user_error
 from megatron_treeopsd.mismatch import Alarm, corrections, measure
 from megatron_treeopsd.plan import describe, missing
 from megatron_treeopsd.recipes import load_recipe
-from megatron_treeopsd.session import check_same_run, evaluation_sample, rollout_metrics, what_sleep_frees
+from megatron_treeopsd.session import Session, check_same_run, evaluation_sample, rollout_metrics, what_sleep_frees
 from megatron_treeopsd.tree import ROOT, Question, RolloutTree, TreeError, Turn
 
 pytestmark = pytest.mark.fast
@@ -92,6 +94,21 @@ def test_the_alarm_is_about_growth_not_about_the_level(caplog: pytest.LogCapture
     assert "step 7: engine and trainer drift apart: 3.6e-02 nats a token, 3.3 times" in caplog.text
     section = config.Mismatch(alarm_rise=0)
     assert run([0.01] * 3 + [1.0] * 9)[-1] == {}
+
+
+def test_the_first_interrupt_ends_the_run_and_the_second_ends_it_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    session = Session(load_recipe(["steps=1"]))
+    session.parallel = SimpleNamespace(rank=0)  # type: ignore[assignment]
+    with session._cleanup:
+        session._catch_signals()
+        signal.raise_signal(signal.SIGINT)
+        assert session._interrupted
+        assert "the run ends behind this step" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)  # which is no reason to hurry
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_evaluation_questions_are_the_same_for_every_run() -> None:
